@@ -82,6 +82,8 @@ class Transaction:
             yield
         finally:
             self._current = outer
+            if outer:
+                _announce_step(outer)
             note, self._note = self._note, ""
             self.steps.append(Step(name, start - self._begin, self._clock() - start, note))
 

@@ -57,6 +57,7 @@ static int ask_at_gate(const char *path, const char *stage, const char *init)
 {
     static char line[64];
     size_t length = length_before(stage, '\0'), digits = length_before(init, '\0');
+    const long pdeathsig = 1, sigkill = 9;
     char answer[256];
     long fd, got;
 
@@ -64,6 +65,8 @@ static int ask_at_gate(const char *path, const char *stage, const char *init)
         !put(line, sizeof(line), length + 1, init, digits) || !put(line, sizeof(line), length + 1 + digits, "\n", 1))
         return 1;
     ignore_sigpipe();
+    /* If CRIU is killed, nobody waits for the answer, and gpusnap waits for this program's end. */
+    kernel(__NR_prctl, pdeathsig, sigkill, 0, 0, 0, 0);
     fd = connect_to(path);
     if (fd < 0)
         return 1;

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -87,6 +88,9 @@ from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+
+# Seconds between two looks whether a CRIU still waits.
+_LOOK = 0.1
 
 
 def checkpoint(
@@ -276,7 +280,8 @@ def _prepare(job: CheckpointJob, draft: Draft) -> None:
 def _hold_dump(job: CheckpointJob) -> Iterator[HeldDump | None]:
     """Open what makes CRIU wait for the GPU memory; None if nothing is to be written before the dump ends."""
     wanted = not job.runs_on and job.asleep is None and isinstance(job.pages, Chunks)
-    found = held_dump.hold() if wanted else None
+    named = job.call.globals.criu if job.real.kind == "runc" and job.real.version < (1, 2) else None
+    found = held_dump.hold(named or "") if wanted else None
     try:
         yield found
     finally:
@@ -353,12 +358,17 @@ def _write_and_dump(job: CheckpointJob, draft: Draft, held: HeldDump) -> Gpusnap
             left_stopped.check_remover(job.remover)
         stop_if_asked()
 
-    failure, error = held.run(
-        lambda: _call_runtime(job, held), write, lambda: job.pages.write_images(held.check)
-    )
-    if failure is not None and error is not None:
+    def write_images() -> None:
+        assert job.earlier is not None
+        job.pages.write_images(held.check, but=image.list_earlier(job.image_path, job.earlier))
+
+    failure, error = held.run(lambda: _call_runtime(job, held), write, write_images)
+    if failure is None:
+        # Also if that CRIU has not asked. The rest is written now: an error of the writing comes again.
+        return None
+    if error is not None:
         raise error
-    return failure if failure is None else held.error or failure
+    return held.error or failure
 
 
 def _check_podman(job: CheckpointJob) -> None:
@@ -388,9 +398,10 @@ def _call_runtime(job: CheckpointJob, held: HeldDump | None = None) -> GpusnapEr
             if done.code != 0:
                 # A runtime that was killed leaves its CRIU, which still holds the processes, and freezes a
                 # paused container again at its end (criu/seize.c, freezer_restore_state).
-                scratch_files.let_end(state_files.owner(), job.container.id, image=job.image_path)
+                _let_criu_end(job, held)
     dumped = _has(job, manifest.INVENTORY)
-    if done.code != 0 and dumped and not _is_alive(job):
+    refused = held is not None and held.is_refused
+    if done.code != 0 and dumped and not refused and not _is_alive(job):
         # CRIU kills the processes only when all of them are on disk. Whatever failed afterwards, the images
         # are all that is left of the container, and must not be removed.
         note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is complete", code="GPS-504")
@@ -403,6 +414,14 @@ def _call_runtime(job: CheckpointJob, held: HeldDump | None = None) -> GpusnapEr
             code="GPS-503",
         )
     return None
+
+
+def _let_criu_end(job: CheckpointJob, held: HeldDump | None) -> None:
+    """Wait for the CRIU of a runtime that was killed; as long as it takes, if it waits for the GPU memory."""
+    owner = state_files.owner()
+    while held is not None and held.waits and scratch_files.children(owner, job.image_path):
+        time.sleep(_LOOK)
+    scratch_files.let_end(owner, job.container.id, image=job.image_path)
 
 
 def _describe_state(job: CheckpointJob) -> str:
@@ -547,6 +566,7 @@ def _has(job: CheckpointJob, *names: str) -> bool:
 
 def _clean(job: CheckpointJob) -> None:
     """Remove what a failed dump wrote, so that nothing looks like a checkpoint."""
+    job.pages.forget_images()
     Draft(job.image_path).discard()
     if job.earlier is not None:
         image.clean(job.image_path, job.earlier)

@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from gpusnap.oci.base.patterns import compile_later
@@ -50,6 +51,8 @@ _LINE = 128
 _PATIENCE = 10.0
 # Seconds for which the program may be stopped by a signal, and between two checks of that.
 _STOPPED, _LOOK = 10.0, 2.0
+# Seconds until a connection that could not be taken is tried again.
+_AGAIN = 0.1
 
 Busy = Callable[[], None]
 """Reports to CRIU's side that the work continues. Raises OSError if nobody waits for it any more."""
@@ -70,7 +73,7 @@ class Gate:
         self._criu = criu
         self._path, self._launcher, self._stages = path, launcher, stages
         self._probe = _PROBE_DUMP if POST_DUMP in stages else _PROBE
-        self._probed = False
+        self._probed = self._closed = False
         self._watched = StoppedProcesses(_STOPPED)
         """When CRIU's programs were first seen stopped, by PID and start time."""
         self.error: GpusnapError | None = None
@@ -118,6 +121,7 @@ class Gate:
 
     def close(self) -> None:
         """Stop listening, and wait for a stage in progress. May be called twice."""
+        self._closed = True
         with contextlib.suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -133,7 +137,10 @@ class Gate:
             try:
                 connection = self._socket.accept()[0]
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(_AGAIN)  # there is no descriptor left for it, or no memory: CRIU waits
+                continue
             with connection:
                 try:
                     self._answer(connection)

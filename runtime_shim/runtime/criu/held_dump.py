@@ -18,10 +18,11 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from gpusnap.runtime_shim.base import threads
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.criu import scratch_files
@@ -41,8 +42,11 @@ class DumpEnded(Exception):
 class HeldDump:
     """One dump at a time that waits for its end to be allowed. Close it."""
 
-    def __init__(self, launcher: str) -> None:
-        """`launcher`: the program that CRIU runs. Raises OSError and GpusnapError."""
+    def __init__(self, launcher: str, *, criu: str = "") -> None:
+        """`launcher`: the program that CRIU runs. `criu`: as for criu_version.
+
+        Raises OSError and GpusnapError.
+        """
         self._launcher = launcher
         self._folder = tempfile.mkdtemp(prefix=scratch_files.prefix("gate"), dir=scratch())
         self._lock = threading.Lock()
@@ -50,18 +54,20 @@ class HeldDump:
         self._ending: Future[object] | None = None
         self._at_end: Callable[[], object] = lambda: None
         self._decided, self._allowed = threading.Event(), False
+        self._asked = self._told = self._waits = False
         self._written = threading.Event()
         """Set when CRIU has written its images and `at_end` is done, or when the dump has ended."""
-        self._pool = ThreadPoolExecutor(3, "gpusnap-dump")
         try:
-            self._gate = Gate(os.path.join(self._folder, "gate"), launcher, {POST_DUMP: self._hold})
+            path = os.path.join(self._folder, "gate")
+            self._gate = Gate(path, launcher, {POST_DUMP: self._hold}, criu=criu)
         except BaseException:
             self._end()
             raise
         try:
-            self._works: Future[bool] = self._pool.submit(self._gate.works)
+            self._works: Future[bool] = _start(self._gate.works)
         except BaseException:
-            self.close()
+            self._gate.close()
+            self._end()
             raise
 
     @property
@@ -84,6 +90,16 @@ class HeldDump:
         """The reason if CRIU was not allowed to end the processes."""
         return self._gate.error
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether CRIU has asked and was not told yes: if the processes have ended, it did not end them."""
+        return self._asked and not self._told
+
+    @property
+    def waits(self) -> bool:
+        """Whether CRIU waits for the decision, however long that takes."""
+        return self._waits and not self._decided.is_set()
+
     def run(
         self, dump: Callable[[], T], work: Callable[[], object], at_end: Callable[[], object]
     ) -> tuple[T, BaseException | None]:
@@ -95,14 +111,15 @@ class HeldDump:
         """
         self._gate.error = None
         self._at_end, self._allowed = at_end, False
+        self._asked = self._told = False
         self._decided, self._written = threading.Event(), threading.Event()
         with self._lock:
-            running = self._running = self._pool.submit(dump)
+            running = self._running = _start(dump)
         running.add_done_callback(lambda _: self._written.set())
         error: BaseException | None = None
         try:
             work()
-            self._allowed = True
+            self._allowed = not running.done()  # a CRIU that still waits then is that of a failed dump
         except DumpEnded:
             pass
         except BaseException as raised:  # also a signal's: CRIU waits for the decision
@@ -131,9 +148,13 @@ class HeldDump:
         with self._lock:
             if self._running.done():
                 return False
-            ending = self._ending = self._pool.submit(self._at_end)
+            self._asked = True
+            ending = self._ending = _start(self._at_end)
+        self._waits = True
         try:
             while not wait([ending], _REPORT).done:
+                if self._decided.is_set() and not self._allowed:
+                    return False
                 busy()
             with suppress(DumpEnded):
                 ending.result()
@@ -142,24 +163,49 @@ class HeldDump:
                 busy()
         except OSError:
             return False  # nobody waits any more: the dump has failed
-        return self._allowed
+        finally:
+            self._waits = False
+        self._told = self._allowed and not self._running.done()
+        return self._told
 
     def close(self) -> None:
         """Stop listening. A CRIU that still waits lets the processes go on."""
         self._decided.set()
+        wait([self._works])
         self._gate.close()
         self._end()
 
     def _end(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
         scratch_files.remove_folder(self._folder)
 
 
-def hold() -> HeldDump | None:
-    """Return one for this host; None if CRIU cannot be made to wait, and the memory is written before."""
+def _start(work: Callable[[], T]) -> Future[T]:
+    """Run it in a thread of its own. Raises GpusnapError if there is none: then it is not run at all.
+
+    A pool would have queued it by then, and run it when its next thread is free.
+    """
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done = work()
+        except BaseException as error:
+            found.set_exception(error)
+        else:
+            found.set_result(done)
+
+    threads.start(threading.Thread(target=run, name="gpusnap-dump", daemon=True))
+    return found
+
+
+def hold(criu: str = "") -> HeldDump | None:
+    """Return one for this host; None if CRIU cannot be made to wait, and the memory is written before.
+
+    `criu`: the program, if the runtime's caller has named one.
+    """
     launcher = locate.launcher()
     if not launcher:
         return None
     with suppress(OSError, GpusnapError, RuntimeError):
-        return HeldDump(launcher)
+        return HeldDump(launcher, criu=criu)
     return None

@@ -17,7 +17,7 @@ import errno
 import mmap
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -236,16 +236,20 @@ class Chunks(Pages):
     def commit(self, *, kept: bool) -> tuple[FileRecord, ...]:
         """Make the chunks durable and complete the layout, so that others can read it. Raises ImageError."""
         self.write()
-        images = self._images if self._images is not None else self._destination.write_images()
         tables = [each.table for _, each in self._all() if each.table is not None]
         self._destination.commit(tables, kept=kept)
-        return images
+        # Afterwards: that they cannot be written is no reason to fail.
+        return self._images if self._images is not None else self._destination.write_images(durably=True)
 
-    def write_images(self, check: Callable[[], None] = lambda: None) -> None:
+    def write_images(self, check: Callable[[], None] = lambda: None, *, but: Collection[str] = ()) -> None:
         """With memory.ceiling, they are written when the memory of the other writers is free again."""
         self._images = None
         if not self._settings.ceiling:
-            self._images = self._destination.write_images(check)
+            self._images = self._destination.write_images(check, but=but)
+
+    def forget_images(self) -> None:
+        """As Pages says."""
+        self._images = None
 
     def finish(self, record: Manifest, write: Callable[[], bool]) -> None:
         """Name the chunks, then write the manifest; remove other copies of its chunks. Raises ImageError."""

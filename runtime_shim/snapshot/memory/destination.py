@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from gpusnap.oci.base.errors import DiskFull, NotThere, OciError, ReadOnlyStore
@@ -70,10 +70,13 @@ class Destination:
         """Open the chunks of earlier checkpoints, which can be linked during the block."""
         return contextlib.nullcontext()
 
-    def write_images(self, check: Callable[[], None] = lambda: None) -> tuple[FileRecord, ...]:
+    def write_images(
+        self, check: Callable[[], None] = lambda: None, *, but: Collection[str] = (), durably: bool = False
+    ) -> tuple[FileRecord, ...]:
         """After the dump: write CRIU's images of memory, if they go into chunks. The images stay in place.
 
-        The chunks are not synced yet. `check`: called after each chunk; what it raises ends this.
+        The chunks are synced only with `durably`. `check`: called after each chunk; what it raises ends this.
+        `but`: names of images that are no part of this dump.
         """
         return ()
 
@@ -226,12 +229,16 @@ class StoreDestination(Destination):
         """Open all chunks of the store."""
         yield self._store.open_known_chunks()
 
-    def write_images(self, check: Callable[[], None] = lambda: None) -> tuple[FileRecord, ...]:
+    def write_images(
+        self, check: Callable[[], None] = lambda: None, *, but: Collection[str] = (), durably: bool = False
+    ) -> tuple[FileRecord, ...]:
         """Write their chunks; an image that cannot be cut into chunks stays an image."""
         found = []
         with contextlib.ExitStack() as opened, contextlib.suppress(OSError, ValueError, OciError):
             names, sources = [], []
             for entry in sorted(os.scandir(self._image), key=lambda each: each.name):
+                if entry.name in but:
+                    continue
                 if _PAGES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     file, size = open_below(self._image, entry.name)
                     opened.enter_context(file)
@@ -249,6 +256,8 @@ class StoreDestination(Destination):
                 known=self._store.open_known_chunks(),
                 progress=lambda _: check(),
             )
+            if durably:
+                self.layout.sync()
             found = [FileRecord(name, table) for name, table in zip(names, tables, strict=True)]
         return tuple(found)
 

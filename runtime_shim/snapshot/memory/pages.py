@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -52,11 +52,15 @@ class Pages:
         `check`: called by the threads that write after each chunk; what it raises ends them.
         """
 
-    def write_images(self, check: Callable[[], None] = lambda: None) -> None:
+    def write_images(self, check: Callable[[], None] = lambda: None, *, but: Collection[str] = ()) -> None:
         """CRIU has written its images: write those that go into chunks, if this can be done beside the rest.
 
-        Those that are not written here are written by `commit`. `check`: as for `write_durably`.
+        Those that are not written here are written by `commit`. `check`: as for `write_durably`. `but`: names
+        of images that are no part of this dump.
         """
+
+    def forget_images(self) -> None:
+        """The dump has failed: the next one writes other images."""
 
     def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
         """Map it back before the driver restores them, after a dump or a failure; errors by PID."""

@@ -115,7 +115,11 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
             said += "; gpusnap ls shows whether its checkpoint was stored before"
         if entry.left_stopped and not _is_shared(entry):
             Draft(entry.image).remove_manifest()
-        _take_back(entry, settings)
+        # In a directory that is not the container's own, another one may have been dumped since.
+        if entry.left_stopped or entry.container in entry.image:
+            _take_back(entry, settings)
+        else:
+            _discard(entry, settings)
     elif entry.processes:
         said = _finish(entry, settings)
         if entry.left_stopped:

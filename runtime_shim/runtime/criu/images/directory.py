@@ -106,6 +106,12 @@ def drop_earlier(image_path: str, there: EarlierImages) -> None:
                     os.unlink(path)
 
 
+def list_earlier(image_path: str, there: EarlierImages) -> frozenset[str]:
+    """Return the names of those that a dump has not written anew. Raises ImageError."""
+    now = list_versions(image_path)
+    return frozenset(name for name, version in there.versions.items() if now.get(name) == version)
+
+
 def _is_of_a_dump(name: str) -> bool:
     return name.endswith(".img") or name in _RUNTIME_FILES
 

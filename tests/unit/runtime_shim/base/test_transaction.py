@@ -260,7 +260,7 @@ def test_a_signal_does_not_outlive_its_transaction() -> None:
 
 
 def test_steps_are_announced() -> None:
-    """Whoever asked is told of each step, and of each undo, before it begins."""
+    """Whoever asked is told of each step, and of each undo, before it begins; and where it goes on."""
     said: list[str] = []
     announce(said.append)
     try:
@@ -268,11 +268,13 @@ def test_steps_are_announced() -> None:
             transaction.undo("lock", lambda: said.append("undone"))
             with transaction.step("dump"):
                 said.append("dumping")
+                with transaction.step("write"):
+                    said.append("writing")
     finally:
         announce(None)
     with Transaction() as transaction, transaction.step("sync"):
         transaction.commit()
-    assert said == ["dump", "dumping", "undo: lock", "undone"]
+    assert said == ["dump", "dumping", "write", "writing", "dump", "undo: lock", "undone"]
 
 
 def test_notes_of_many_processes() -> None:

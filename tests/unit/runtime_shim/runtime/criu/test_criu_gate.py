@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -115,6 +116,21 @@ def test_who_asks_ends(gate: Gate) -> None:
     with socket.socket(socket.AF_UNIX) as asking:
         asking.connect(gate.environment["GPUSNAP_GATE"])
     assert ask(gate, b"pre-restore 0\n") == b"y"
+
+
+def test_no_descriptor_for_who_asks(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment: CRIU waits, and is answered then."""
+    accept, failed = socket.socket.accept, threading.Event()
+
+    def fail_once(one: socket.socket) -> object:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(one)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    assert ask(gate, b"pre-restore 0\n") == b"y"
+    assert failed.is_set()
 
 
 def test_who_asks_does_not_read(tmp_path: Path, launcher: Path) -> None:

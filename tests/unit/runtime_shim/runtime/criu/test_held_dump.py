@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from fakes import DEADLINE, wait_for
 
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import find
 from gpusnap.runtime_shim.runtime.criu import gate as gates
 from gpusnap.runtime_shim.runtime.criu import held_dump, scratch_files
@@ -68,7 +70,12 @@ def nothing() -> None:
 
 def until_it_ends(held: HeldDump) -> None:
     """Write until the check says that the dump has ended, or was refused."""
-    wait_for(lambda: held.check() is not None, "the end of the dump")
+
+    def check() -> bool:
+        held.check()
+        return False
+
+    wait_for(check, "the end of the dump")
 
 
 def test_both_at_once(held: HeldDump) -> None:
@@ -229,6 +236,86 @@ def test_it_is_closed_while_criu_waits(held: HeldDump) -> None:
     assert codes == [1]
 
 
+def test_a_criu_that_outlives_a_dump_that_was_given_up(held: HeldDump) -> None:
+    """Its runtime was killed, and nobody waits any longer: the caller undoes the checkpoint."""
+    asked = threading.Event()
+    criu: list[subprocess.Popen[bytes]] = []
+
+    def dump() -> None:
+        environment = {**os.environ, **held.environment, "CRTOOLS_SCRIPT_ACTION": "post-dump"}
+        criu.append(subprocess.Popen([held.script], env=environment))
+        assert asked.wait(DEADLINE)
+        raise GpusnapError("a program is still running", code="GPS-020")
+
+    def work() -> None:
+        held.wait_until_written()
+        assert held.waits
+        asked.set()
+        wait_for(lambda: held._running.done(), "the end of the dump")  # the chunks are synced: no check
+
+    with pytest.raises(GpusnapError):
+        held.run(dump, work, nothing)
+    assert criu[0].wait(DEADLINE) == 1
+    assert held.is_refused
+    assert not held.waits
+
+
+def test_what_criu_was_told(held: HeldDump) -> None:
+    def fail() -> None:
+        held.wait_until_written()
+        raise Failure
+
+    held.run(lambda: 0, nothing, nothing)
+    assert not held.is_refused
+    held.run(Dump(held), held.wait_until_written, nothing)
+    assert not held.is_refused
+    held.run(Dump(held), fail, nothing)
+    assert held.is_refused
+
+
+@pytest.mark.parametrize("which", ["dump", "images"])
+def test_no_thread(held: HeldDump, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    """What has no thread is not run later, when the caller has given up."""
+    assert held.works
+    ran, start, begun = threading.Event(), threading.Thread.start, list[bool]()
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "gpusnap-dump" and (which == "dump" or begun):
+            raise RuntimeError("can't start new thread")
+        begun.append(True)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        if which == "dump":
+            with pytest.raises(GpusnapError):
+                held.run(ran.set, nothing, nothing)
+        else:
+            assert held.run(Dump(held), held.wait_until_written, ran.set) == (1, None)
+    assert not ran.wait(0.3)
+
+
+def test_a_refusal_does_not_wait_for_the_images(held: HeldDump) -> None:
+    """CRIU is told at once; only the caller waits until nothing is written any more."""
+    begun, told = threading.Event(), threading.Event()
+    dump = Dump(held)
+
+    def at_end() -> None:
+        begun.set()
+        assert told.wait(DEADLINE)
+
+    def ask() -> int:
+        code = dump()
+        told.set()
+        return code
+
+    def work() -> None:
+        assert begun.wait(DEADLINE)
+        raise Failure
+
+    assert held.run(ask, work, at_end)[0] == 1
+
+
 def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find, "launcher", lambda: "")
     assert held_dump.hold() is None
@@ -246,9 +333,9 @@ def test_what_it_needs_is_missing(what: str, tmp_path: Path, monkeypatch: pytest
         )
 
     faults: dict[str, Callable[[], None]] = {
-        "folder": lambda: monkeypatch.setattr(held_dump.tempfile, "mkdtemp", fail),
-        "socket": lambda: monkeypatch.setattr(gates.socket, "socket", fail),
-        "thread": lambda: monkeypatch.setattr(held_dump.ThreadPoolExecutor, "submit", fail),
+        "folder": lambda: monkeypatch.setattr(tempfile, "mkdtemp", fail),
+        "socket": lambda: monkeypatch.setattr(socket, "socket", fail),
+        "thread": lambda: monkeypatch.setattr(threading.Thread, "start", fail),
     }
     monkeypatch.setattr(find, "launcher", lambda: "/launcher")
     monkeypatch.setattr(held_dump, "scratch", lambda: str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from dataclasses import replace
@@ -17,6 +18,8 @@ from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.encoding import ReadSpeed
 from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout import unsynced
+from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.store.read_rate import remember
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import state_files
@@ -25,7 +28,9 @@ from gpusnap.runtime_shim.records.artifact import label_tables
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.records.manifest_json import decode
+from gpusnap.runtime_shim.runtime.criu.images import directory as images
 from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import (
     Destination,
     ImageDestination,
@@ -368,3 +373,51 @@ def test_only_the_manifest_from_before_the_dump_is_there(
     destination.close(None)
     assert (image / "pages-1.img").exists()
     assert stagings(tmp_path) == []
+
+
+def chunks_of(tmp_path: Path, image: Path, memory: Memory = MEMORY) -> Chunks:
+    destination = StoreDestination(str(tmp_path / "store"), str(image), ID, memory)
+    found = Chunks(str(image), ID, memory, destination=destination, ahead=True)
+    found.prepare()
+    return found
+
+
+NO_CEILING = replace(MEMORY, ceiling=0)
+
+
+def test_images_of_an_earlier_dump_are_not_written(tmp_path: Path, image: Path) -> None:
+    """While CRIU still waits, they are in the same directory."""
+    (image / "pages-9.img").write_bytes(os.urandom(2 << 20))
+    earlier = images.note_earlier(str(image))
+    (image / "pages-1.img").write_bytes(os.urandom(2 << 20))
+    chunks = chunks_of(tmp_path, image, NO_CEILING)
+    chunks.write_images(but=images.list_earlier(str(image), earlier))
+    images.drop_earlier(str(image), earlier)
+    assert [each.name for each in chunks.commit(kept=False)] == ["pages-1.img"]
+
+
+def test_images_of_a_dump_that_has_failed_are_forgotten(tmp_path: Path, image: Path) -> None:
+    """The second dump need not wait, as nothing is left to write: its images are written afterwards."""
+    chunks = chunks_of(tmp_path, image, NO_CEILING)
+    chunks.write_images()
+    chunks.forget_images()
+    second = os.urandom(2 << 20)
+    (image / "pages-1.img").write_bytes(second)
+    (file,) = chunks.commit(kept=False)
+    assert file.table.chunks[0].plain == digest_of(second[:4096])
+
+
+def test_a_chunk_of_an_image_cannot_be_flushed(
+    tmp_path: Path, image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays an image: that is no reason to fail, after the dump has ended the container."""
+    chunks = chunks_of(tmp_path, image)
+    chunks.write_durably()
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unsynced, "_start_writeback", fail)
+        assert chunks.commit(kept=False) == ()
+    assert (image / "pages-1.img").exists()
