@@ -74,7 +74,12 @@ class Transaction:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Time a step; several steps may have the same name."""
+        """Time a step; several steps may have the same name.
+
+        Raises Interrupted if a signal was raised in the step before, and was taken for something else there.
+        """
+        if _Signals.stopping and not _Signals.held:
+            stop_if_asked()
         _announce_step(name)
         start, outer = self._clock(), self._current
         self._current = name
@@ -119,7 +124,7 @@ class Transaction:
     def _roll_back(self) -> list[str]:
         """Run the undo list in reverse; returns a sentence for each that failed."""
         failed = []
-        with hold_signals():
+        with hold_signals(), _note_undoing():
             while self._undo:
                 name, action = self._undo.pop()
                 _announce_step(f"undo: {name}")
@@ -158,6 +163,15 @@ def _words(error: Exception) -> str:
     return reason(error) if isinstance(error, OSError) else repr(error)
 
 
+@contextmanager
+def _note_undoing() -> Iterator[None]:
+    _Signals.undoing += 1
+    try:
+        yield
+    finally:
+        _Signals.undoing -= 1
+
+
 class _Signals:
     """What the handler needs to know: it can only raise where stopping half-way does no harm."""
 
@@ -167,8 +181,10 @@ class _Signals:
     pending = 0
     committed = False
     """What has been done stays: nobody is to be told that it was left as it was."""
-    stopping = False
-    """One signal has been raised, and the steps are being undone: a second must not break into that."""
+    stopping = 0
+    """A signal that has been raised, and the steps are being undone: a second must not break into that."""
+    undoing = 0
+    """Transactions that are being undone."""
 
 
 def _make_interrupted(number: int) -> Interrupted:
@@ -182,7 +198,7 @@ def _handler(number: int, _frame: FrameType | None) -> None:
     if _Signals.held or _Signals.committed or _Signals.stopping:
         _Signals.pending = number
     else:
-        _Signals.stopping = True
+        _Signals.stopping = number
         raise _make_interrupted(number)
 
 
@@ -196,7 +212,7 @@ def make_interruptible() -> Iterator[None]:
     outer = _Signals.committed
     _Signals.committed = False
     if not _Signals.depth:
-        _Signals.pending, _Signals.stopping = 0, False
+        _Signals.pending = _Signals.stopping = 0
     _Signals.depth += 1
     with handle_signals(_handler):
         try:
@@ -259,13 +275,18 @@ def is_asked_to_stop() -> bool:
     """Whether such a signal came in: raised, held back, or blocked and not ignored."""
     # One that is ignored (nohup) is pending as well while it is blocked.
     blocked = (number for number in signal.sigpending() if number in STOPPING)
-    came = _Signals.stopping or bool(_Signals.pending)
+    came = bool(_Signals.stopping or _Signals.pending)
     return came or any(signal.getsignal(number) is not signal.SIG_IGN for number in blocked)
 
 
 def stop_if_asked() -> None:
-    """Raise Interrupted for a signal that came in while it was held back."""
+    """Raise Interrupted for a signal that came in while it was held back.
+
+    Also for one that has been raised, if somebody took that for the failure of something that may fail.
+    """
     number, _Signals.pending = _Signals.pending, 0
+    if not number and not _Signals.undoing and not _Signals.committed:
+        number = _Signals.stopping
     if number:
-        _Signals.stopping = True
+        _Signals.stopping = number
         raise _make_interrupted(number)

@@ -98,7 +98,7 @@ def pids_of_other_tests() -> Iterator[None]:
 def signals_of_other_tests() -> Iterator[None]:
     """A gpusnap that a signal has stopped ends; a test goes on in a process that knows of none."""
     yield
-    transaction._Signals.pending, transaction._Signals.stopping = 0, False
+    transaction._Signals.pending = transaction._Signals.stopping = 0
 
 
 @pytest.fixture(autouse=True)

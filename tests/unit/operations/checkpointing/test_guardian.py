@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes import wait_for
 
 from gpusnap.operations.checkpointing import guardian
 from gpusnap.runtime_shim.process import proc
@@ -53,6 +54,11 @@ def command(tmp_path: Path, said: Path) -> list[str]:
 def shells(parent: int) -> list[int]:
     """The children of a process, which are guardians."""
     return [int(each) for each in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def guardians() -> list[int]:
+    """Those of this process, which has other children, too."""
+    return [pid for pid in shells(os.getpid()) if "gpusnap-guardian" in proc.command(pid)]
 
 
 def test_the_command_is_killed(command: list[str], said: Path) -> None:
@@ -106,7 +112,9 @@ def test_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody has stopped it: the command does not wait for ever."""
     monkeypatch.setattr(guardian, "_ENDING", 0.1)
     with guardian.guard(ID):
-        [shell] = (pid for pid in shells(os.getpid()) if "gpusnap-guardian" in proc.command(pid))
+        # The kernel shows its arguments only some time after the exec that the command has waited for.
+        wait_for(guardians, "the guardian's arguments")
+        [shell] = guardians()
         os.kill(shell, signal.SIGSTOP)
     assert not Path(f"/proc/{shell}").exists()
 

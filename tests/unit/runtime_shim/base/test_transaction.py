@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -257,6 +258,48 @@ def test_a_signal_does_not_outlive_its_transaction() -> None:
         stop()
     with make_interruptible():
         stop_if_asked()
+
+
+@pytest.mark.parametrize("by", ["step", "question"])
+def test_a_signal_that_is_taken_for_a_failure(by: str) -> None:
+    """Of something that may fail: the next step, or whoever asks, raises it again, and all is undone."""
+    said: list[str] = []
+
+    def work() -> None:
+        with make_interruptible(), Transaction() as transaction:
+            transaction.undo("all", lambda: said.append("undone"))
+            with suppress(GpusnapError):
+                stop()
+            said.append("nobody has noticed")
+            if by == "question":
+                stop_if_asked()
+            with transaction.step("next"):
+                said.append("went on")
+
+    with pytest.raises(Interrupted):
+        work()
+    assert said == ["nobody has noticed", "undone"]
+
+
+def test_a_signal_is_raised_once_while_all_is_undone() -> None:
+    """An undo may have steps of its own, and may ask."""
+    said: list[str] = []
+
+    def undo() -> None:
+        with Transaction() as own, own.step("own"):
+            stop_if_asked()
+            own.commit()
+        said.append("undone")
+
+    def work() -> None:
+        with make_interruptible(), Transaction() as transaction:
+            transaction.undo("all", undo)
+            stop()
+
+    with pytest.raises(Interrupted) as raised:
+        work()
+    assert "failed" not in raised.value.sentence()
+    assert said == ["undone"]
 
 
 def test_steps_are_announced() -> None:
