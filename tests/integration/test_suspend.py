@@ -139,7 +139,8 @@ def test_the_end_in_the_middle(crun: None, way: str) -> None:
         assert command.stderr is not None
         stage = {"suspend": "suspending", "resume": "resuming"}[way]
         until(lambda: stages() == [stage] and paused(container), "the middle")
-        good(podman("kill", "w"))
+        killed = podman("kill", "w")  # which waits 5 s for the end; on a busy machine, that may be too short
+        assert killed.code == 0 or "timed out waiting for file" in killed.err
         faults("")
         said = command.stderr.read().decode()
     assert command.returncode == 1, said
