@@ -126,6 +126,7 @@ def _forget(job: RestoreJob) -> None:
 
 def _commit(job: RestoreJob) -> None:
     """The container runs, and must not be removed any more: later errors are only reported."""
+    stop_if_asked()  # for a signal that the last step took for the failure of something else
     job.transaction.commit()
     with job.transaction.step("let go"):
         if job.blob_source is not None:

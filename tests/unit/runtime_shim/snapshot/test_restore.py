@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -903,6 +903,22 @@ def test_failure_after_the_runtime(scene: Scene, name: str, detach: bool) -> Non
     for pid in [*pids, scene.family.init]:
         wait_for(lambda pid=pid: not proc.is_running(pid), f"the end of process {pid}")  # type: ignore[misc]
     assert (scene.image / "gpusnap" / "manifest.json").exists()
+
+
+def test_a_signal_that_the_last_step_swallows(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took it for the failure of something that may fail: the container is not restored all the same."""
+    pids = suspended(scene)
+    finish = restore._finish
+
+    def swallow(job: RestoreJob) -> None:
+        finish(job)
+        with suppress(GpusnapError):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(restore, "_finish", swallow)
+    assert "stopped by SIGTERM" in scene.restore("--detach").sentence()
+    for pid in [*pids, scene.family.init]:
+        wait_for(lambda pid=pid: not proc.is_running(pid), f"the end of process {pid}")  # type: ignore[misc]
 
 
 def test_a_container_that_cannot_be_removed(scene: Scene) -> None:
