@@ -78,7 +78,7 @@ class Transaction:
 
         Raises Interrupted if a signal was raised in the step before, and was taken for something else there.
         """
-        if _Signals.stopping and not _Signals.held:
+        if _Signals.raised and not _Signals.held:
             stop_if_asked()
         _announce_step(name)
         start, outer = self._clock(), self._current
@@ -181,8 +181,10 @@ class _Signals:
     pending = 0
     committed = False
     """What has been done stays: nobody is to be told that it was left as it was."""
-    stopping = 0
-    """A signal that has been raised, and the steps are being undone: a second must not break into that."""
+    stopping = False
+    """One signal has been raised, and the steps are being undone: a second must not break into that."""
+    raised = 0
+    """The signal that was raised in this block of `make_interruptible`: somebody may have swallowed it."""
     undoing = 0
     """Transactions that are being undone."""
 
@@ -198,7 +200,7 @@ def _handler(number: int, _frame: FrameType | None) -> None:
     if _Signals.held or _Signals.committed or _Signals.stopping:
         _Signals.pending = number
     else:
-        _Signals.stopping = number
+        _Signals.stopping, _Signals.raised = True, number
         raise _make_interrupted(number)
 
 
@@ -207,12 +209,13 @@ def make_interruptible() -> Iterator[None]:
     """Turn SIGINT, SIGTERM and SIGHUP into Interrupted, so that a transaction undoes its steps.
 
     Until the transaction commits. A signal that is ignored (nohup) stays ignored. One block may be within
-    another: a suspend that has to make room spills another container first.
+    another: a suspend that has to make room spills another container first, and a swap resumes the first
+    container after a signal.
     """
-    outer = _Signals.committed
-    _Signals.committed = False
+    outer, raised = _Signals.committed, _Signals.raised
+    _Signals.committed, _Signals.raised = False, 0
     if not _Signals.depth:
-        _Signals.pending = _Signals.stopping = 0
+        _Signals.pending, _Signals.stopping = 0, False
     _Signals.depth += 1
     with handle_signals(_handler):
         try:
@@ -220,6 +223,7 @@ def make_interruptible() -> Iterator[None]:
         finally:
             _Signals.depth -= 1
             _Signals.committed = outer
+            _Signals.raised = (_Signals.raised or raised) if _Signals.depth else 0
 
 
 @contextmanager
@@ -275,7 +279,7 @@ def is_asked_to_stop() -> bool:
     """Whether such a signal came in: raised, held back, or blocked and not ignored."""
     # One that is ignored (nohup) is pending as well while it is blocked.
     blocked = (number for number in signal.sigpending() if number in STOPPING)
-    came = bool(_Signals.stopping or _Signals.pending)
+    came = _Signals.stopping or bool(_Signals.pending)
     return came or any(signal.getsignal(number) is not signal.SIG_IGN for number in blocked)
 
 
@@ -286,7 +290,7 @@ def stop_if_asked() -> None:
     """
     number, _Signals.pending = _Signals.pending, 0
     if not number and not _Signals.undoing and not _Signals.committed:
-        number = _Signals.stopping
+        number = _Signals.raised
     if number:
-        _Signals.stopping = number
+        _Signals.stopping, _Signals.raised = True, number
         raise _make_interrupted(number)

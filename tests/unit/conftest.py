@@ -98,7 +98,8 @@ def pids_of_other_tests() -> Iterator[None]:
 def signals_of_other_tests() -> Iterator[None]:
     """A gpusnap that a signal has stopped ends; a test goes on in a process that knows of none."""
     yield
-    transaction._Signals.pending = transaction._Signals.stopping = 0
+    transaction._Signals.pending = transaction._Signals.raised = 0
+    transaction._Signals.stopping = False
 
 
 @pytest.fixture(autouse=True)

@@ -281,6 +281,31 @@ def test_a_signal_that_is_taken_for_a_failure(by: str) -> None:
     assert said == ["nobody has noticed", "undone"]
 
 
+def test_what_follows_a_signal_is_not_stopped_by_it() -> None:
+    """A swap resumes the first container after a signal, in a transaction of its own."""
+    said: list[str] = []
+
+    def resume() -> None:
+        with make_interruptible(), Transaction() as transaction:
+            with transaction.step("plan"):
+                said.append("planned")
+            with hold_signals():
+                stop_if_asked()
+                transaction.commit()
+
+    def swap() -> None:
+        with make_interruptible():
+            try:
+                stop()
+            except Interrupted:
+                resume()
+                raise
+
+    with pytest.raises(Interrupted):
+        swap()
+    assert said == ["planned"]
+
+
 def test_a_signal_is_raised_once_while_all_is_undone() -> None:
     """An undo may have steps of its own, and may ask."""
     said: list[str] = []
