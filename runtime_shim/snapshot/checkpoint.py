@@ -63,6 +63,7 @@ from gpusnap.runtime_shim.runtime.criu.images import control_groups, dev, digest
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.runtime.criu.plugins import inject
 from gpusnap.runtime_shim.runtime.criu.run import Invocation, invoke
+from gpusnap.runtime_shim.runtime.criu.version import find_named
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import left_stopped
@@ -280,8 +281,7 @@ def _prepare(job: CheckpointJob, draft: Draft) -> None:
 def _hold_dump(job: CheckpointJob) -> Iterator[HeldDump | None]:
     """Open what makes CRIU wait for the GPU memory; None if nothing is to be written before the dump ends."""
     wanted = not job.runs_on and job.asleep is None and isinstance(job.pages, Chunks)
-    named = job.call.globals.criu if job.real.kind == "runc" and job.real.version < (1, 2) else None
-    found = held_dump.hold(named or "") if wanted else None
+    found = held_dump.hold(find_named(job.call, job.real)) if wanted else None
     try:
         yield found
     finally:

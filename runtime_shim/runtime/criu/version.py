@@ -15,8 +15,10 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import RuntimeFailed
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.child_process import Child, run
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
 
 # Podman's environment has a PATH, but a service's may lack the sbin directories where Debian keeps criu.
 _FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -37,6 +39,14 @@ def criu_version(named: str = "") -> str:
         return "unknown"
     words = out.split()
     return words[1][:64] if len(words) > 1 and words[0] == "Version:" else "unknown"
+
+
+def find_named(call: CheckpointCall | RestoreCall, real: RealRuntime) -> str:
+    """Return the CRIU that the runtime's caller has named, if the runtime uses that; else "".
+
+    See runtime/options.py: crun takes none, and runc ignores it from 1.2 on.
+    """
+    return call.globals.criu or "" if real.kind == "runc" and real.version < (1, 2) else ""
 
 
 def _program() -> str | None:

@@ -90,12 +90,10 @@ class Chunks(Pages):
         *,
         destination: Destination | None = None,
         ahead: bool = False,
-        moved: Callable[[], object] = lambda: None,
     ) -> None:
         """`key`: the container's. `destination`: where the chunks go; by default the image's directory.
 
         `ahead`: begin to write while the driver still works, because the container waits for the disk.
-        `moved`: called by the threads that write after each chunk; what it raises ends them.
         """
         self._destination = destination or ImageDestination(
             image_path, container_key.id_of(key), settings, bundle
@@ -110,7 +108,6 @@ class Chunks(Pages):
         self._staged = 0
         self._progress = Progress(0)
         self._ahead = ahead and not settings.ceiling
-        self._moved = moved
         self._early: EarlyWriter | None = None
         """Writes chunks while the driver works."""
         self._images: tuple[FileRecord, ...] | None = None
@@ -145,10 +142,10 @@ class Chunks(Pages):
         streamed = [
             (pid, each) for pid, process in fresh.items() for each in process.held or () if each.area is None
         ]
-        regions_of = [
-            transfer.ProcessRegion(pid, each.region.start, each.region.size) for pid, each in streamed
-        ]
-        self._write(regions_of, streamed)
+        self._write(
+            [transfer.ProcessRegion(pid, each.region.start, each.region.size) for pid, each in streamed],
+            streamed,
+        )
         if streamed:  # regardless of memory.sync: from now on these are the only copies
             with transfer.as_image_error(self._layout.path):
                 self._layout.sync()
@@ -401,7 +398,6 @@ class Chunks(Pages):
         def wrote(now: Progress) -> None:
             last[0] = now
             reporter.move(now.done, now.total)
-            self._moved()
             check()
 
         # A linked chunk was not read. A process must not depend on it if there is no other copy.

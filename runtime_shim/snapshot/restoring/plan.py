@@ -30,6 +30,7 @@ from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
 from gpusnap.runtime_shim.runtime.criu.images.overlay import view
 from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.runtime.criu.version import find_named
 from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request, list_given
 from gpusnap.runtime_shim.snapshot.loading import join
@@ -97,10 +98,9 @@ def _begin_bulk_copy(job: RestoreJob, config: dict[str, Any]) -> bulk_copy.BulkC
     memory = job.settings.memory
     if not memory.parallel_restore or memory.ceiling:
         return None
-    # runtime/options.py: crun does not take it, and runc 1.2 ignores it.
-    named = job.call.globals.criu if job.real.kind == "runc" and job.real.version < (1, 2) else None
+    named = find_named(job.call, job.real)
     options = job.settings.criu.options
-    found = bulk_copy.begin(job.images, config, options, threads=memory.threads, criu=named or "")
+    found = bulk_copy.begin(job.images, config, options, threads=memory.threads, criu=named)
     if found is not None:
         job.cleanup.callback(found.close)
     return found

@@ -134,7 +134,7 @@ class _StoreWork:
         destination = StoreDestination(
             store.path, store.path, found.container, memory, why=self._why, read_rate=store.read_rate
         )
-        self.pages = SuspendedChunks("", found.key, memory, destination=destination, moved=self._move)
+        self.pages = SuspendedChunks("", found.key, memory, destination=destination)
         with suppress(OSError):
             exists(store.path)  # a file system that does not respond at all fails here, sooner
         slowly()  # the next steps make a directory, mark it and sync it, behind what others write
@@ -147,7 +147,7 @@ class _StoreWork:
         destination.mark_needed()
         self._move()
         self.pages.adopt(self._entry)
-        self.pages.write()
+        self.pages.write(self._move)
         records = self.pages.records()
         assert records is not None
         self.records = records

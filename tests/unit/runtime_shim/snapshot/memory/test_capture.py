@@ -192,11 +192,11 @@ def test_for_the_disk_that_it_is_read_from(
 
     monkeypatch.setattr(writing, "write", asked_to_write)
     moves: list[int] = []
-    chunks = Chunks(home.place, "c0ffee", SMALL, destination=home, moved=lambda: moves.append(1))
+    chunks = Chunks(home.place, "c0ffee", SMALL, destination=home)
     suspended(chunks, holders)
     early = chunks._start_early_writer()
     chunks.take_out([holder.pid for holder in holders])
-    chunks.write()
+    chunks.write(lambda: moves.append(1))
     assert len(moves) >= len(holders)
     assert early is not None
     assert [early._speed, *set(asked)] == [home.speed] * 2

@@ -203,15 +203,14 @@ def test_a_slow_store(pages: Pages, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """Each chunk begins the deadline anew, and each piece of one; what is synced may take longer."""
     moves: list[float] = []
     monkeypatch.setattr(Crew, "note_progress", lambda _, *, more=0.0: moves.append(more))
-    given: dict[str, Callable[[], object]] = {}
-    monkeypatch.setattr(spill, "SuspendedChunks", lambda *_, **named: given.update(named) or pages)
     store = Layout(tmp_path / "store").create()
 
-    def write() -> None:
+    def write(moved: Callable[[], object]) -> None:
         store.add_blob(bytes(2 << 20))
-        given["moved"]()
+        moved()
 
-    home = be_silent(pages, monkeypatch, "write", write)
+    home = be_silent(pages, monkeypatch, "write", lambda: None)
+    monkeypatch.setattr(pages, "write", write)
     home.layout = store
     spill.spill(KEY, Settings())
     slow = spill._SYNCING - transfer.STALL
@@ -224,18 +223,17 @@ def test_threads_that_are_left_behind_end(
     """At their next chunk, when the store answers: they write no more."""
     monkeypatch.setattr(transfer, "STALL", 0.01)
     ended: list[str] = []
-    given: dict[str, Callable[[], object]] = {}
-    monkeypatch.setattr(spill, "SuspendedChunks", lambda *_, **named: given.update(named) or pages)
 
-    def wait() -> None:
+    def write(moved: Callable[[], object]) -> None:
         answered.wait(DEADLINE)
         try:
-            given["moved"]()
+            moved()
         except Cancelled:
             ended.append("the thread")
             raise
 
-    be_silent(pages, monkeypatch, "write", wait)
+    be_silent(pages, monkeypatch, "write", lambda: None)
+    monkeypatch.setattr(pages, "write", write)
     with pytest.raises(ImageError, match="did not respond"):
         spill.spill(KEY, Settings())
     answered.set()
