@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime.criu.images.directory import note_earlier
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
@@ -372,3 +373,25 @@ def test_resumed_meanwhile(cell: Cell, tmp_path: Path) -> None:
     assert not cell.frozen()
     assert journal.read(ID) is None
     cell.run(before)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_images_of_a_killed_dump(own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a container that runs on: removed, unless another one may have been dumped there since."""
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap" / "journal"))
+    monkeypatch.setattr(stage, "FOLDER", str(tmp_path / "gpusnap" / "stage"))
+    image = tmp_path / ("c0ffee" if own else "shared")
+    image.mkdir()
+    Draft(str(image)).prepare(None)
+    journal.write("c0ffee", str(image), {1: ()})
+    journal.write_document("c0ffee", journal.IMAGES, asdict(note_earlier(str(image))))
+    for name in ("inventory.img", "pages-1.img"):
+        (image / name).write_bytes(b"dumped")
+    (entry,) = journal.entries()
+    entry = replace(entry, owner=(entry.owner[0], 1))  # it was killed
+    alive = proc.process(1)
+    monkeypatch.setattr(journal, "read", lambda _: entry)
+    monkeypatch.setattr(recover_checkpoint, "list_alive", lambda _: [alive])
+    monkeypatch.setattr(recover_checkpoint, "bring_back", lambda *_: [alive])
+    assert recover(entry, FakeDriver(), Memory(pages="chunks")).startswith("running: ")
+    assert (image / "pages-1.img").exists() is not own
