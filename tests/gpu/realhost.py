@@ -138,7 +138,7 @@ def needs_network_lock() -> None:
     import pytest  # what bench/ uses of this module needs none
 
     if run("iptables", "-m", "mark", "--help").code:
-        pytest.skip("iptables has no match `mark` here, which CRIU needs for --tcp-established")
+        pytest.skip("iptables has no extension `mark` here, which CRIU needs for --tcp-established")
 
 
 def missing() -> str:

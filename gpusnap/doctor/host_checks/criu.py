@@ -133,19 +133,24 @@ def check_network_lock(
         how = {"nftables": "by nftables", "skip": "not at all (network-lock skip)"}.get(way, f"by {way}")
         yield ok("network lock", f"CRIU blocks a container's network {how} during the dump", way=way)
         return
+    says = "CRIU blocks a container's network with iptables during the dump"
     missing = [name for name in ("iptables-restore", "ip6tables-restore") if find(name) is None]
-    if missing:
+    without = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed" if missing else ""
+    if not missing and (tool := find("iptables")) is not None:
+        # CRIU's rules match a mark (criu/netfilter.c), which is an extension in a file of its own.
+        answer = run([tool, "-m", "mark", "--help"])
+        if answer is not None and answer.code != 0:
+            without = "iptables has no extension `mark` (libxt_mark.so) here"
+    if without:
         yield failure(
             "network lock",
-            "CRIU blocks a container's network with iptables during the dump, but "
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: no container "
-            "with its own network can be dumped",
+            f"{says}, but {without}: no container with its own network can be dumped",
             'install the package iptables, or set criu.options = ["network-lock nftables"] in the settings',
             way=way,
             missing=missing,
         )
     else:
-        yield ok("network lock", "CRIU blocks a container's network with iptables during the dump", way=way)
+        yield ok("network lock", says, way=way)
 
 
 def _default_lock(said: Answer | None) -> str:

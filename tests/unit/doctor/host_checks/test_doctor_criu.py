@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ BOTH = {"iptables_restore": "", "ip6tables_restore": ""}
         ),
         ({"nft": ""}, DEBIAN, (), "failure", "iptables-restore and ip6tables-restore are not"),
         ({"nft": ""}, "", (), "failure", "with iptables"),
+        ({**BOTH, "iptables": ""}, DEBIAN, (), "ok", "with iptables"),
         ({}, NFT, (), "ok", "by nftables"),
         ({}, NFT, ("network-lock iptables",), "failure", "with iptables"),
         ({}, DEBIAN, ("tcp-close", "network-lock nftables"), "ok", "by nftables"),
@@ -113,6 +115,23 @@ def test_network_lock(
     assert found[0] == verdict
     assert said in found[1].says
     assert verdict == "ok" or 'criu.options = ["network-lock nftables"]' in found[1].todo
+
+
+def test_iptables_without_the_mark(tmp_path: Path) -> None:
+    """CRIU's rules match a mark, which an image without iptables' extensions cannot do."""
+    programs = Programs(criu=DEBIAN, iptables="", **BOTH)
+
+    def run(argv: list[str]) -> Answer | None:
+        if argv[1:] == ["-m", "mark", "--help"]:
+            return Answer(2, "", "iptables: Couldn't load match `mark'")
+        return programs.run(argv)
+
+    verdict, found = only(criu.check_network_lock(root=str(tmp_path), find=programs.find, run=run))
+    assert verdict == "failure"
+    assert "no extension `mark`" in found.says
+    assert "install the package iptables" in found.todo
+    slow = partial(criu.check_network_lock, root=str(tmp_path), find=programs.find)
+    assert only(slow(run=lambda argv: None if "mark" in argv else programs.run(argv)))[0] == "ok"
 
 
 def test_network_lock_of_crius_own_files(tmp_path: Path) -> None:
