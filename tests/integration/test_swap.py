@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ import waiting
 from conftest import SRC
 from storehost import COMMAND, PLAIN, empty_store, gpusnap
 from support import GPUS_CONF, Container, good, podman, run, sentence, until
-from suspendhost import RUN, nothing_left, resumed, suspended, usage
+from suspendhost import RUN, is_suspended, nothing_left, resumed, suspended, usage
 
 from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -174,6 +176,34 @@ def test_the_first_is_not_suspended(small_gpus: None) -> None:
     assert not loaded()
     assert not (RUN / "stage").exists() or not list((RUN / "stage").iterdir())
     assert usage("first")["stored"] >= SIZE
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_between_the_two(store: Store, number: signal.Signals) -> None:
+    """The second runs again, although the signal is still on record; the first stays suspended."""
+    first = Container.start("first", gpus=("0",))
+    suspended(first)
+    second = Container.start("second", gpus=("0",))
+    (found,) = suspensions.find()
+    line = [COMMAND, "swap", "second", "first"]
+    for _ in range(5):  # the resume waits for a moment only, which may be over before the signal
+        with (
+            subprocess.Popen(line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as swap,
+            journal.hold(found.key),  # which the resume of the first waits for
+        ):
+            until(lambda: is_suspended(second), "the suspend of the second")
+            swap.send_signal(number)
+            _, err = waiting.communicate(swap, 120)
+        assert "second continues to run" in err
+        second.goes_on()
+        assert usage("first")["state"] == "suspended"
+        if swap.returncode == 128 + number:
+            break
+        assert "another gpusnap is still working on" in err
+    else:
+        pytest.fail("the signal came too late each time")
+    resumed(first)
+    nothing_left()
 
 
 def test_the_wrong_words(store: Store) -> None:

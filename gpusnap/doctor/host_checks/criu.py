@@ -135,8 +135,10 @@ def check_network_lock(
         return
     says = "CRIU blocks a container's network with iptables during the dump"
     missing = [name for name in ("iptables-restore", "ip6tables-restore") if find(name) is None]
-    without = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed" if missing else ""
-    if not missing and (tool := find("iptables")) is not None:
+    without = ""
+    if missing:
+        without = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+    elif (tool := find("iptables")) is not None:
         # CRIU's rules match a mark (criu/netfilter.c), which is an extension in a file of its own.
         answer = run([tool, "-m", "mark", "--help"])
         if answer is not None and answer.code != 0:
