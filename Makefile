@@ -32,8 +32,8 @@ build/docs/ready: | testhost
 	@build/docs/bin/pip install -q --disable-pip-version-check 'rich==15.0.0'
 	@touch $@
 
-# Style and types are checked while the tests begin: mypy uses one core.
-test: .venv/ready testhost
+# Style and types are checked while the tests begin, and the test host is built: mypy uses one core.
+test: .venv/ready
 	@.venv/bin/tox run-parallel --parallel all --parallel-live --parallel-no-spinner
 
 unit integration lint type: .venv/ready
@@ -74,8 +74,9 @@ site: .venv/ready
 testhost:
 	@tests/host/host build >/dev/null
 
-# tox alone; it makes the environments of the tests. The test host's set-up brings python3-venv where it is missing.
-.venv/ready: | testhost
+# tox alone; it makes the environments of the tests.
+.venv/ready:
+	@tests/host/host tools
 	@echo "make: setting up .venv"
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -q --disable-pip-version-check 'tox>=4.11'

@@ -8,14 +8,13 @@ Names of files among pytest's options choose these alone. Two jobs for each core
 integration test waits for about half of its time, for ticks, for CRIU, for a container to end. With three,
 the cores are busy, but the whole takes longer: who waits asks more often. The output of a job is printed when
 it is done. Exit code 1 where a test failed. `--record` writes how long each file took to durations.json, by
-which the next runs sort.
+which the next runs sort. Where the test host has to be built first, that goes on beside the unit tests.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -111,13 +110,13 @@ class Shards:
     def __init__(
         self, jobs: Sequence[Job], options: Sequence[str], *, suite: Sequence[str] = (), reports: Path | None
     ) -> None:
-        self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in sorted(jobs, key=lambda job: -job.seconds):
-            self._waiting.put(job)
+        self._waiting = sorted(jobs, key=lambda job: -job.seconds)
+        self._building = False  # the test host: jobs that run in it wait
         self._options = options
         self._host = [HOST, *suite, *ENTER]
         self._reports = reports
         self._lock = threading.Lock()
+        self._built = threading.Condition(self._lock)
         self._running: set[subprocess.Popen[str]] = set()
         self._ended = False
         self.failed: list[str] = []
@@ -126,11 +125,7 @@ class Shards:
 
     def work(self) -> None:
         """One job after the other, until none waits."""
-        while True:
-            try:
-                job = self._waiting.get_nowait()
-            except queue.Empty:
-                return
+        while (job := self._take()) is not None:
             begun = time.monotonic()
             code, said = self._run(job)
             seconds = time.monotonic() - begun
@@ -143,6 +138,39 @@ class Shards:
                     self.durations[str(job.files[0])] = seconds
                 if code != NONE_SELECTED:
                     print(f"--- {job.name}, {seconds:.0f} s\n{said.rstrip()}", flush=True)
+
+    def _take(self) -> Job | None:
+        """The longest job that can be run now; None once there are no more."""
+        with self._lock:
+            while self._waiting:
+                for job in self._waiting:
+                    if not (job.in_host and self._building):
+                        self._waiting.remove(job)
+                        return job
+                self._built.wait()
+        return None
+
+    def build_host(self) -> threading.Thread | None:
+        """Begin to build the test host, if any job needs it; the thread that does."""
+        if not any(job.in_host for job in self._waiting):
+            return None
+        self._building = True
+        thread = threading.Thread(target=self._build_host)
+        thread.start()
+        return thread
+
+    def _build_host(self) -> None:
+        """What it says goes to the terminal. Without it, the jobs that need it are not run."""
+        code = 1
+        try:
+            code, _ = self._output([*self._host[: self._host.index("enter")], "build"], stderr=None)
+        finally:
+            with self._lock:
+                if code:
+                    self.failed.append("the test host")
+                    self._waiting = [job for job in self._waiting if not job.in_host]
+                self._building = False
+                self._built.notify_all()
 
     def end(self) -> None:
         """Have all of them end as an interrupt would, and begin no more."""
@@ -160,16 +188,26 @@ class Shards:
         return [sys.executable, *words, *report]
 
     def _run(self, job: Job) -> tuple[int, str]:
+        return self._output(self._argv(job), env=environ(job))
+
+    def _output(
+        self,
+        argv: Sequence[str],
+        *,
+        env: dict[str, str] | None = None,
+        stderr: int | None = subprocess.STDOUT,
+    ) -> tuple[int, str]:
+        """Exit code and output of a program, which `end` ends."""
         with self._lock:
             if self._ended:
                 return 130, ""
             process = subprocess.Popen(
-                self._argv(job),
+                argv,
                 cwd=CHECKOUT,
-                env=environ(job),
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=stderr,
                 text=True,
             )
             self._running.add(process)
@@ -243,12 +281,18 @@ def run(shards: Shards) -> None:
     def stop(_number: int, _frame: object) -> None:
         shards.end()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    before = {
+        number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        builder = shards.build_host()
+        for thread in threads:
+            thread.start()
+        for thread in (*threads, *([builder] if builder else [])):
+            thread.join()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,38 @@ def test_the_longest_is_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "--- long" in said
     assert "middle" not in said
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_host_is_built_meanwhile(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Jobs that run in it wait for it, though they are longer; without it, they are not run."""
+    begun: list[str] = []
+    first = threading.Event()
+
+    def output(self: Shards, argv: list[str], **_: object) -> tuple[int, str]:
+        if "build" in argv:
+            assert argv[:-1] == [shards.HOST, "--suite", "sid"]
+            assert first.wait(60)
+            return code, ""
+        begun.append("in it" if "enter" in argv else "here")
+        first.set()
+        return 0, "1 passed in 1.00s"
+
+    monkeypatch.setattr(Shards, "_output", output)
+    jobs = [Job("a", (Path("a"),), 9, in_host=True), Job("b", (Path("b"),), 1, in_host=False)]
+    pool = Shards(jobs, [], suite=["--suite", "sid"], reports=None)
+    shards.run(pool)
+    assert begun == ["here", "in it"][: 2 - code]
+    assert pool.failed == ["the test host"] * code
+
+
+def test_nobody_waits_for_a_host_that_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is built for the unit tests alone."""
+    monkeypatch.setattr(Shards, "_output", lambda self, argv, **_: (0, "1 passed in 1.00s"))
+    pool = Shards([Job("b", (Path("b"),), 1, in_host=False)], [], reports=None)
+    assert pool.build_host() is None
+    shards.run(pool)
+    assert pool.counts == {"passed": 1}
 
 
 def test_durations_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
         help="the release of Debian that the host is made of (default: %(default)s)",
     )  # fmt: skip
     commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("tools", help="install what this machine lacks for all of this, and for the tests")
     commands.add_parser("build", help="make the tree, if it is not there, and print its path")
     commands.add_parser("clean", help="remove the cache and what killed runs left")
     for name, text in (("enter", "run a command in the host"), ("shell", "run a shell in it")):
@@ -51,6 +52,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = parser().parse_args(words)
     try:
+        if options.command == "tools":
+            packages.ensure()
+            return 0
         if os.geteuid() != 0:
             raise HostError("namespaces, mounts and cgroups need root", "Run it with sudo")
         cache, suite = Cache.default(), recipe.SUITES[options.suite]
