@@ -10,15 +10,16 @@
 #   make wheel              build a wheel and an sdist, in dist/
 #   make deb                build a Debian package, in dist/
 #   make bench-passthrough  measure what gpusnap-runtime adds to commands that it only passes on
+#   make docs               write what the code says into docs/: errors, commands, manual pages, settings
 #   make site               build the documentation as a site, in build/site
 #   make demo-picture       draw docs/demo.svg, the picture in README.md, from a run of the demo
 #   make clean              remove what these targets made, also the Debian tree for the tests
 
 PYTHON ?= python3
 
-.PHONY: help site demo demo-picture test test-sid unit integration lint type native wheel deb test-packages testhost bench-passthrough clean
+.PHONY: help site docs demo demo-picture test test-sid unit integration lint type native wheel deb test-packages testhost bench-passthrough clean
 help:
-	@sed -n '1,15s/^# \{0,1\}//p' Makefile
+	@sed -n '1,16s/^# \{0,1\}//p' Makefile
 
 demo:
 	@$(PYTHON) demo/demo.py
@@ -67,6 +68,9 @@ deb:
 # They take some minutes, and download what each tree needs.
 test-packages: native testhost wheel deb .venv/ready
 	@.venv/bin/tox run -e packages
+
+docs: .venv/ready
+	@.venv/bin/tox exec -q -e tests -- python -m tools.docs
 
 site: .venv/ready
 	@.venv/bin/tox run -e site

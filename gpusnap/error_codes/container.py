@@ -65,9 +65,9 @@ CODES = (
         "GPS-207",
         "process-stopped",
         "A GPU process is stopped, and a stopped process cannot respond to the GPU's driver. It was sent "
-        "SIGSTOP, is being debugged, its container is paused, or an earlier gpusnap was killed.",
-        "Let it continue: `kill -CONT PID`, or quit the debugger. If gpusnap was killed: `gpusnap "
-        "recover`, or `gpusnap resume PID`.",
+        "SIGSTOP, is being debugged, its container is paused or suspended, or an earlier gpusnap was killed.",
+        "If its container is suspended: `gpusnap resume NAME`. If gpusnap was killed: `gpusnap recover`. "
+        "Otherwise `kill -CONT PID`, unpause the container, or quit the debugger.",
     ),
     ErrorCode(
         "GPS-208",

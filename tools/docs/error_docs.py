@@ -1,4 +1,4 @@
-"""docs/errors.md, from the source: `python -m tools.docs.error_docs` writes it.
+"""docs/errors.md, from the source: `make docs` writes it.
 
 Each message that `error_messages` finds stands there: below the code that it is given, with what
 gpusnap.error_codes has of that code; or at the end, where it says by itself what to do. `uncured` names those
@@ -27,10 +27,7 @@ from tools.docs.error_texts import INTRODUCTION, PARTS, REASONS, SAYS_ALL
 __all__ = ["code_of", "main", "markdown", "uncured", "unknown", "unused"]
 
 ROOT = Path(__file__).parents[2]
-_HEAD = (
-    "Made by `python -m tools.docs.error_docs` from the source, gpusnap/error_codes and "
-    "tools/docs/error_texts.py; edit those."
-)
+_HEAD = "Made by `make docs` from the source, gpusnap/error_codes and tools/docs/error_texts.py; edit those."
 _WITHOUT = "Messages without a code"
 _TYPED = ("UsageError", "Interrupted", "Cancelled")
 """What was typed, or a signal: the message says all there is to say."""
@@ -205,7 +202,3 @@ def main() -> int:
     path.write_text(markdown(found), "utf-8")
     _told([str(path)])
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""docs/commands.md and docs/man, made by `python -m tools.docs.reference_docs` from the declarations.
+"""docs/commands.md and docs/man, made by `make docs` from the declarations.
 
 The man pages, one for each command, are made here too: they are the same text with other marks around it,
 some fifty lines. click-man leaves the exit codes out, and would be one more package to have for a build.
@@ -24,7 +24,7 @@ __all__ = ["Described", "Option", "Paragraph", "described", "main", "man_pages",
 
 DOCS = Path(__file__).parents[2] / "docs"
 _NAME = "gpusnap"
-_HEAD = "Made by `python -m tools.docs.reference_docs` from the declarations of the commands; edit those."
+_HEAD = "Made by `make docs` from the declarations of the commands; edit those."
 _FILES = {
     "/etc/gpusnap/gpusnap.toml": "The settings; see docs/settings.md.",
     "/var/lib/gpusnap": "This host's store, unless store.path says otherwise.",
@@ -234,7 +234,3 @@ def main() -> int:
         (DOCS / name).write_text(content, "utf-8")
     print(f"{DOCS}/commands.md and {len(pages)} pages in {DOCS}/man", file=sys.stderr)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

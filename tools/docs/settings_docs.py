@@ -1,4 +1,4 @@
-"""The table of docs/settings.md, by `python -m tools.docs.settings_docs` from the code.
+"""The table of docs/settings.md, by `make docs` from the code.
 
 A key's default and whether an annotation may set it come from `setting_keys.TABLE` and the dataclasses, what
 it takes from the check itself, and what it means from the docstring below its attribute. The text around the
@@ -21,7 +21,7 @@ from gpusnap.runtime_shim import setting_keys, settings
 __all__ = ["Described", "described", "main", "table", "written"]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
-BEGIN = "<!-- The table: made by `python -m tools.docs.settings_docs` from runtime_shim/settings.py. -->"
+BEGIN = "<!-- The table: made by `make docs` from runtime_shim/settings.py. -->"
 END = "<!-- The end of the table. -->"
 
 # Where a docs page, or a part of this one, has more.
@@ -153,7 +153,3 @@ def main() -> int:
     DOCUMENT.write_text(written(DOCUMENT.read_text("utf-8")), "utf-8")
     print(DOCUMENT, file=sys.stderr)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -82,6 +82,14 @@ def archive(folder: Path, record: Manifest) -> Path:
     return path
 
 
+def test_from_a_checkout() -> None:
+    """`python -m gpusnap` is the command."""
+    said = subprocess.run(
+        [sys.executable, "-m", "gpusnap", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert said.stdout == f"gpusnap, version {__version__}\n"
+
+
 # Where a checkpoint comes from.
 
 

@@ -33,10 +33,10 @@ def test_every_code_has_a_message(found: Messages) -> None:
 
 
 def test_the_file_is_up_to_date(found: Messages) -> None:
-    """What lies in docs/ is what the code makes: `python -m tools.docs.error_docs` writes it."""
+    """What lies in docs/ is what the code makes: `make docs` writes it."""
     made = error_docs.markdown(found)
     there = (error_docs.ROOT / "docs" / "errors.md").read_text("utf-8")
-    assert there == made, "run: python -m tools.docs.error_docs"
+    assert there == made, "run: make docs"
 
 
 def test_all_is_on_the_page(found: Messages) -> None:

@@ -18,8 +18,8 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_the_files_are_up_to_date() -> None:
-    """What lies in docs/ is what the declarations make: `python -m tools.docs.reference_docs` writes it."""
-    hint = "run: python -m tools.docs.reference_docs"
+    """What lies in docs/ is what the declarations make: `make docs` writes it."""
+    hint = "run: make docs"
     assert (DOCS / "commands.md").read_text("utf-8") == reference_docs.markdown(), hint
     there = {path.name: path.read_text("utf-8") for path in (DOCS / "man").iterdir()}
     assert there == reference_docs.man_pages(), hint

@@ -11,9 +11,9 @@ from tools.docs import settings_docs
 
 
 def test_the_document_is_up_to_date() -> None:
-    """What lies in docs/ is what the code makes: `python -m tools.docs.settings_docs` writes it."""
+    """What lies in docs/ is what the code makes: `make docs` writes it."""
     document = settings_docs.DOCUMENT.read_text("utf-8")
-    assert settings_docs.written(document) == document, "run: python -m tools.docs.settings_docs"
+    assert settings_docs.written(document) == document, "run: make docs"
 
 
 def test_every_key_has_a_meaning() -> None:
