@@ -4,10 +4,16 @@
 something after Ctrl-C does so for all three. While Podman or a transaction is at work, they have handlers of
 their own (gpusnap.engines.podman_work, gpusnap.runtime_shim.base.transaction). The first signal determines
 the exit status: 128 plus its number, as in a shell.
+
+Within Python's own code for imports, no handler may raise: it takes locks outside of a `try`, and in a
+callback that swallows exceptions (cpython, Lib/importlib/_bootstrap.py, `_get_module_lock`). The signal would
+be lost, and a thread that imports would wait forever. So such a signal is sent again a moment later.
 """
 
 from __future__ import annotations
 
+import _thread
+import os
 import signal
 import threading
 import time
@@ -21,6 +27,12 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds within which a second signal belongs to the first. When a terminal is closed, the kernel and the
 # shell each send SIGHUP (setsid(2), bash(1)): the second must not interrupt the cleanup after the first.
 _SAME = 1.0
+
+
+_IMPORTS = "<frozen importlib._bootstrap>"
+# Seconds until a signal is sent again that came within an import, and for how long that is done: the main
+# thread may wait there for another thread's import.
+_AGAIN, _AT_MOST = 0.02, 5.0
 
 
 class _First:
@@ -55,13 +67,40 @@ def handle_signals(
     if threading.current_thread() is not threading.main_thread():
         yield  # other threads get no signals
         return
+    put_off_since = 0.0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal put_off_since
+        now = time.monotonic()
+        if frame is not None and frame.f_code.co_filename == _IMPORTS:
+            put_off_since = put_off_since or now
+            if now - put_off_since < _AT_MOST and _send_again(number):
+                return
+        put_off_since = 0.0
+        handler(number, frame)
+
     handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in handled}
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def _send_again(number: int) -> bool:
+    """Send this process a signal a moment later; return whether that will happen."""
+    process = os.getpid()
+
+    def send() -> None:
+        time.sleep(_AGAIN)
+        os.kill(process, number)
+
+    try:
+        _thread.start_new_thread(send, ())
+    except RuntimeError:  # no thread can be started
+        return False
+    return True
 
 
 @contextmanager
@@ -85,7 +124,10 @@ def raise_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt
 
     try:
-        with handle_signals(stop, (signal.SIGTERM, signal.SIGHUP)):
+        with (
+            handle_signals(stop, (signal.SIGTERM, signal.SIGHUP)),
+            handle_signals(signal.default_int_handler, (signal.SIGINT,)),
+        ):
             yield
     finally:
         _First.number = None

@@ -195,13 +195,22 @@ def _make_interrupted(number: int) -> Interrupted:
     )
 
 
-def _handler(number: int, _frame: FrameType | None) -> None:
+def _handler(number: int, frame: FrameType | None) -> None:
     note_signal(number)
-    if _Signals.held or _Signals.committed or _Signals.stopping:
+    if _Signals.held or _Signals.committed or _Signals.stopping or _is_ending(frame):
         _Signals.pending = number
     else:
         _Signals.stopping, _Signals.raised = True, number
         raise _make_interrupted(number)
+
+
+def _is_ending(frame: FrameType | None) -> bool:
+    """Whether a transaction is about to undo its steps: it does not hold signals back yet."""
+    while frame is not None:
+        if frame.f_code is Transaction.__exit__.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -217,13 +226,13 @@ def make_interruptible() -> Iterator[None]:
     if not _Signals.depth:
         _Signals.pending, _Signals.stopping = 0, False
     _Signals.depth += 1
-    with handle_signals(_handler):
-        try:
+    try:
+        with handle_signals(_handler):
             yield
-        finally:
-            _Signals.depth -= 1
-            _Signals.committed = outer
-            _Signals.raised = (_Signals.raised or raised) if _Signals.depth else 0
+    finally:  # when this handler is gone: it must not say of what is committed that it was left as it was
+        _Signals.depth -= 1
+        _Signals.committed = outer
+        _Signals.raised = (_Signals.raised or raised) if _Signals.depth else 0
 
 
 @contextmanager

@@ -75,6 +75,7 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_hold
 from gpusnap.runtime_shim.snapshot.gpu_processes.job import (
     CheckpointJob,
     check_all_suspended,
+    make_starting_error,
     newcomers,
     pause_for_dump,
     resume_processes,
@@ -334,8 +335,10 @@ def _dump(job: CheckpointJob, draft: Draft, held: HeldDump | None) -> None:
         attempt += 1
         # In a paused container no process has run, so none began to use a GPU. CRIU's plugin handles those.
         final = job.paused is not None or job.driver.plugin is not None
-        if final or not newcomers(job) or attempt > job.settings.retries:
+        if final or not newcomers(job):
             raise failure
+        if attempt > job.settings.retries:
+            raise make_starting_error(job) from failure
         suspend_all(job)
 
 

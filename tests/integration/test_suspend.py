@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,39 @@ def stages() -> list[str]:
 def paused(container: Container) -> bool:
     """Whether Podman has it so."""
     return str(container.inspect()["State"]["Status"]) == "paused"
+
+
+# `gpusnap resume w` that gets a SIGTERM when the driver has given the memory back.
+_ASKED_LATE = """
+import os, signal, sys
+from gpusnap.cli.entry import main
+from gpusnap.runtime_shim.snapshot.records.reservations import GpuClaim
+from gpusnap.runtime_shim.snapshot.suspended_containers import resume
+
+back, leave = [], GpuClaim._leave
+
+def bring_back(*words, before=resume._bring_back, **named):
+    before(*words, **named)
+    back.append(True)
+
+def leave_it(claim):
+    leave(claim)
+    if back:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+resume._bring_back, GpuClaim._leave = bring_back, leave_it
+sys.argv = ["gpusnap", "resume", "w"]
+sys.exit(main())
+"""
+
+
+def test_asked_to_stop_when_the_memory_is_back(crun: None) -> None:
+    """Nothing of that is undone any more, so the resume goes on to its end."""
+    container = Container.start("w")
+    suspended(container)
+    good(run(sys.executable, "-c", _ASKED_LATE))
+    container.goes_on()
+    nothing_left()
 
 
 def test_an_end_that_nobody_saw(crun: None) -> None:

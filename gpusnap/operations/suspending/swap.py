@@ -28,7 +28,7 @@ from gpusnap.operations.suspending.suspend import suspend_this
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, UsageError, make_unforeseen
-from gpusnap.runtime_shim.base.transaction import make_interruptible
+from gpusnap.runtime_shim.base.transaction import hold_signals, make_interruptible
 from gpusnap.runtime_shim.gpu import estimate_used
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
@@ -76,14 +76,15 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
             suspended = suspend_this(target, early, leaving=found.key)
             return suspended, resume_this(found, settings, driver, second, request, loading)
         except Exception as error:  # of any kind: the first one may be off
-            said = error if isinstance(error, GpusnapError) else make_unforeseen(error)
-            off = _find_suspension(container.id)
-            # Not one that another gpusnap has suspended meanwhile.
-            if off is not None and off.stage is Stage.SUSPENDED and off.owner == state_files.owner():
-                there = f"{into} runs, and {out} is suspended"
-                if not _is_running(found):
-                    there = _bring_back(off, settings, driver, first)
-                said.add_hint(there)
+            with hold_signals():
+                said = error if isinstance(error, GpusnapError) else make_unforeseen(error)
+                off = _find_suspension(container.id)
+                # Not one that another gpusnap has suspended meanwhile.
+                if off is not None and off.stage is Stage.SUSPENDED and off.owner == state_files.owner():
+                    there = f"{into} runs, and {out} is suspended"
+                    if not _is_running(found):
+                        there = _bring_back(off, settings, driver, first)
+                    said.add_hint(there)
             if said is error:
                 raise
             raise said from error

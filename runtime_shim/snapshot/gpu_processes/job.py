@@ -193,10 +193,7 @@ def suspend_all(job: CheckpointJob) -> None:
     done = set(job.records)
     while fresh := newcomers(job):
         if rounds > job.settings.retries:
-            raise Refused(
-                f"processes of container {job.container.id} keep starting to use a GPU",
-                hint="try again when there is less activity",
-            )
+            raise make_starting_error(job)
         _suspend_these(job, fresh)
         rounds += 1
     if set(job.records) != done:
@@ -204,6 +201,14 @@ def suspend_all(job: CheckpointJob) -> None:
             job.pages.take_out(list(job.records))
         for pid in set(job.records) - done:
             job.records[pid] = _limit_estimate(job.records[pid], job.pages.measure_taken(pid))
+
+
+def make_starting_error(job: CheckpointJob) -> Refused:
+    """The error if processes begin to use a GPU again and again."""
+    return Refused(
+        f"processes of container {job.container.id} keep starting to use a GPU",
+        hint="try again when there is less activity",
+    )
 
 
 def _limit_estimate(item: Record, taken: int | None) -> Record:

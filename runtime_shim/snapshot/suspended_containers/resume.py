@@ -10,7 +10,7 @@ there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -83,7 +83,7 @@ def resume(
     GpusnapError: Refused if no GPU fits, and nothing has been changed then.
     """
     question_process.start()
-    with make_interruptible(), journal.hold(key), Transaction() as transaction:
+    with make_interruptible(), journal.hold(key), ExitStack() as held, Transaction() as transaction:
         found = suspensions.read(key)
         if found is None or not found.is_alive:
             raise Refused(f"container {key.partition('@')[0]} is not suspended", code="GPS-206")
@@ -100,11 +100,12 @@ def resume(
                 spilled = {} if loaded else _measure_spilled(found)
                 pairs = _plan(found, driver.host(), request, settings, room, spilled)
             found = replace(found, stage=Stage.RESUMING, owner=state_files.owner(), pairs=pairs)
-            with hold_signals(), _name_recover(found):
+            held.enter_context(hold_signals())  # until the commit: nothing of what follows is undone
+            with _name_recover(found):
                 suspensions.write(found)
                 _bring_back(found, settings, driver, transaction, loaded, engine.allow, cut_off=False)
         ended = not found.is_alive  # by itself, it cannot end before it continues
-        with hold_signals(), name_recover(found.container):
+        with name_recover(found.container):
             _finish(found, transaction, engine.go_on)
             transaction.commit()
         if ended:

@@ -178,6 +178,24 @@ def test_a_signal_between_the_two(swap: Swap, number: int) -> None:
     assert caught.value.hint.endswith("; out continues to run")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_another_failure(
+    swap: Swap, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The search for the first is not stopped by it, so the first comes back."""
+    swap.fails("in", GpusnapError("the driver said no"))
+
+    def find(container: str) -> Suspension | None:
+        os.kill(os.getpid(), number)
+        return swap.files.get(container)
+
+    monkeypatch.setattr(suspensions, "find_by_container", find)
+    with pytest.raises(GpusnapError, match="the driver said no") as caught:
+        swap.run()
+    assert caught.value.hint == "out continues to run"
+    assert swap.resumed == ["in", "out"]
+
+
 def test_the_first_cannot_be_suspended(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise GpusnapError("it is busy", hint="the container continues to run")

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from gpusnap.runtime_shim.base import stop_signals
 from gpusnap.runtime_shim.base.stop_signals import find_first, make_interrupted, note_signal, raise_interrupts
+
+CHECKOUT = Path(__file__).resolve().parents[4]
 
 
 def send(number: int) -> None:
@@ -79,3 +85,77 @@ def test_another_thread() -> None:
     thread.start()
     thread.join()
     assert entered == [signal.getsignal(signal.SIGTERM)]
+
+
+# A signal in importlib's callback that has the lock of all imports, while another thread imports. Where it
+# comes is the function that sends it, so that counts as a part of importlib, too.
+_SENDING = """
+def trace(frame, event, _):
+    code = frame.f_code
+    if code.co_name != "cb" or "importlib" not in code.co_filename:
+        return None
+    if event == "line" and frame.f_lineno > code.co_firstlineno + 1 and not sent:
+        sent.append(True)
+        os.kill(os.getpid(), number)
+    return trace
+"""
+_IMPORTING = """
+import os, signal, sys, threading
+from gpusnap.runtime_shim.base.errors import Interrupted
+from gpusnap.runtime_shim.base.stop_signals import raise_interrupts
+from gpusnap.runtime_shim.base.transaction import make_interruptible
+
+sent, number = [], int(sys.argv[2])
+exec(compile(sys.argv[3], "<frozen importlib._bootstrap>", "exec"))
+try:
+    with globals()[sys.argv[1]]():
+        sys.settrace(trace)
+        import colorsys
+        sys.settrace(None)
+        thread = threading.Thread(target=lambda: __import__("wave"))
+        thread.start()
+        thread.join()
+        threading.Event().wait(30)
+except (KeyboardInterrupt, Interrupted):
+    print("interrupted", sent)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", ["raise_interrupts", "make_interruptible"])
+def test_while_modules_are_imported(how: str, number: signal.Signals) -> None:
+    """Python would lose the signal, and keep the lock of all imports: a thread that imports would hang."""
+    argv = [sys.executable, "-c", _IMPORTING, how, str(int(number)), _SENDING]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False, cwd=CHECKOUT)
+    assert (done.stdout, done.stderr) == ("interrupted [True]\n", "")
+
+
+def wait(seconds: float) -> None:
+    """Wait in Python code of this file."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def test_an_import_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread may wait within an import for another's: it is interrupted after some seconds."""
+    monkeypatch.setattr(stop_signals, "_IMPORTS", __file__)
+    monkeypatch.setattr(stop_signals, "_AT_MOST", 0.1)
+    begun = time.monotonic()
+    with raise_interrupts():
+        send(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            wait(30)
+    assert time.monotonic() - begun >= 0.1
+
+
+def test_an_import_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody can send the signal again, it counts at once."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(stop_signals, "_IMPORTS", __file__)
+    monkeypatch.setattr("_thread.start_new_thread", fail)
+    with raise_interrupts(), pytest.raises(KeyboardInterrupt):
+        send(signal.SIGTERM)

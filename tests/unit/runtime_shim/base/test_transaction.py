@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 from fakes import a_manifest
@@ -325,6 +329,48 @@ def test_a_signal_is_raised_once_while_all_is_undone() -> None:
         work()
     assert "failed" not in raised.value.sentence()
     assert said == ["undone"]
+
+
+def signal_at(code: CodeType, *, line: int = 0) -> None:
+    """Send SIGTERM when a function of that code begins, or goes on; or that many lines later."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code is not code:
+            return None
+        lines += event == "line"
+        if lines == line:
+            sys.settrace(None)
+            stop()
+        return trace
+
+    sys.settrace(trace)
+
+
+@pytest.mark.parametrize("begins", [Transaction.__exit__, Transaction._roll_back])
+def test_a_signal_when_the_undo_begins(begins: Callable[..., object]) -> None:
+    """It does not take the place of the failure, without an undo."""
+    undone: list[str] = []
+    transaction = Transaction()
+    transaction.undo("it", lambda: undone.append("it"))
+    signal_at(begins.__code__)
+    with make_interruptible(), pytest.raises(GpusnapError, match="the lock failed"):
+        failing(transaction, GpusnapError("the lock failed"))
+    assert undone == ["it"]
+
+
+@pytest.mark.parametrize("line", range(6))
+def test_a_signal_when_a_committed_block_ends(line: int) -> None:
+    """Nobody is told that what was done was left as it was: it is held back, or comes to who comes next."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with make_interruptible(), Transaction() as transaction:
+            transaction.commit()
+            signal_at(inspect.unwrap(make_interruptible).__code__, line=line)
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_steps_are_announced() -> None:

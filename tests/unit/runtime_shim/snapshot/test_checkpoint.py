@@ -740,7 +740,7 @@ def test_a_dump_is_not_tried_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPa
     scene.set(retries=2)
     scene.gpu_processes(1)
     starts_during_the_dump(scene, monkeypatch, 100)
-    assert "busy" in scene.checkpoint().sentence()
+    assert "keep starting to use a GPU" in scene.checkpoint().sentence()
     assert len(scene.runtime.calls("checkpoint")) == 3
     assert scene.all_running()
     assert scene.content() == {}
