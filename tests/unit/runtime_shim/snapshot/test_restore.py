@@ -851,7 +851,8 @@ def test_what_a_killed_runtime_leaves(scene: Scene) -> None:
     scene.runtime.script("restore", f"sleep 600 </dev/null >/dev/null 2>&1 & echo $! >{left}; kill -9 $$")
     scene.runtime.script("delete", 'say "container does not exist"; exit 1')
     assert scene.restore("--detach").code == 137
-    assert not proc.is_running(int(left.read_text("ascii")))
+    pid = int(left.read_text("ascii"))
+    wait_for(lambda: not proc.is_running(pid), "the end of what was killed")
     assert os.listdir(journal.FOLDER) == []
 
 
