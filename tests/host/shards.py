@@ -49,6 +49,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 UNIT_JOB = 90.0
 # Of a file that durations.json does not have: an integration test's is begun first, in case it is long.
 UNKNOWN_UNIT, UNKNOWN_INTEGRATION = 1.0, 1000.0
+_CORES = os.cpu_count() or 1
 # pytest's exit code where the options select no test of a file.
 NONE_SELECTED = 5
 _SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|error)")
@@ -112,6 +113,7 @@ class Shards:
     ) -> None:
         self._waiting = sorted(jobs, key=lambda job: -job.seconds)
         self._building = False  # the test host: jobs that run in it wait
+        self._busy = 0  # jobs that are being run
         self._options = options
         self._host = [HOST, *suite, *ENTER]
         self._reports = reports
@@ -130,6 +132,8 @@ class Shards:
             code, said = self._run(job)
             seconds = time.monotonic() - begun
             with self._lock:
+                self._busy -= 1
+                self._built.notify_all()
                 if code not in (0, NONE_SELECTED):
                     self.failed.append(job.name)
                 for number, what in _SUMMARY.findall(summary(said)):
@@ -140,12 +144,16 @@ class Shards:
                     print(f"--- {job.name}, {seconds:.0f} s\n{said.rstrip()}", flush=True)
 
     def _take(self) -> Job | None:
-        """The longest job that can be run now; None once there are no more."""
+        """The longest job that can be run now; None once there are no more.
+
+        While the test host is built, fewer jobs run: the build and the check of types need the cores, too.
+        """
         with self._lock:
             while self._waiting:
                 for job in self._waiting:
-                    if not (job.in_host and self._building):
+                    if not self._building or not (job.in_host or self._busy > _CORES):
                         self._waiting.remove(job)
+                        self._busy += 1
                         return job
                 self._built.wait()
         return None
@@ -276,7 +284,7 @@ def main() -> int:
 
 def run(shards: Shards) -> None:
     """Have all jobs done, or those that run ended at a signal."""
-    threads = [threading.Thread(target=shards.work) for _ in range(2 * (os.cpu_count() or 1) + 1)]
+    threads = [threading.Thread(target=shards.work) for _ in range(2 * _CORES + 1)]
 
     def stop(_number: int, _frame: object) -> None:
         shards.end()
