@@ -27,8 +27,6 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds within which a second signal belongs to the first. When a terminal is closed, the kernel and the
 # shell each send SIGHUP (setsid(2), bash(1)): the second must not interrupt the cleanup after the first.
 _SAME = 1.0
-
-
 _IMPORTS = "<frozen importlib._bootstrap>"
 # Seconds until a signal is sent again that came within an import, and for how long that is done: the main
 # thread may wait there for another thread's import.
@@ -107,7 +105,7 @@ def _send_again(number: int) -> bool:
 def raise_interrupts() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt while the block runs, unless they are ignored (nohup).
 
-    Only the main thread gets signals.
+    SIGINT does so anyway, but not within an import. Only the main thread gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -118,7 +118,7 @@ class Shards:
         self._host = [HOST, *suite, *ENTER]
         self._reports = reports
         self._lock = threading.Lock()
-        self._built = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._running: set[subprocess.Popen[str]] = set()
         self._ended = False
         self.failed: list[str] = []
@@ -133,7 +133,7 @@ class Shards:
             seconds = time.monotonic() - begun
             with self._lock:
                 self._busy -= 1
-                self._built.notify_all()
+                self._changed.notify_all()
                 if code not in (0, NONE_SELECTED):
                     self.failed.append(job.name)
                 for number, what in _SUMMARY.findall(summary(said)):
@@ -155,7 +155,7 @@ class Shards:
                         self._waiting.remove(job)
                         self._busy += 1
                         return job
-                self._built.wait()
+                self._changed.wait()
         return None
 
     def build_host(self) -> threading.Thread | None:
@@ -178,7 +178,7 @@ class Shards:
                     self.failed.append("the test host")
                     self._waiting = [job for job in self._waiting if not job.in_host]
                 self._building = False
-                self._built.notify_all()
+                self._changed.notify_all()
 
     def end(self) -> None:
         """Have all of them end as an interrupt would, and begin no more."""

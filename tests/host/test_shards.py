@@ -117,6 +117,34 @@ def test_the_host_is_built_meanwhile(monkeypatch: pytest.MonkeyPatch, code: int)
     assert pool.failed == ["the test host"] * code
 
 
+def test_fewer_jobs_while_the_host_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each core and one more: three do not meet on one core, where three threads take jobs."""
+    meeting = threading.Barrier(3)
+    met: list[bool] = []
+    done: list[str] = []
+    all_done = threading.Event()
+
+    def output(self: Shards, argv: list[str], **_: object) -> tuple[int, str]:
+        if "build" in argv:
+            assert all_done.wait(60)
+            return 0, ""
+        try:
+            meeting.wait(0.3)
+            met.append(True)
+        except threading.BrokenBarrierError:
+            pass
+        done.append("")
+        if len(done) == len(here):
+            all_done.set()
+        return 0, "1 passed in 1.00s"
+
+    monkeypatch.setattr(Shards, "_output", output)
+    monkeypatch.setattr(shards, "_CORES", 1)
+    here = [Job(name, (Path(name),), 1, in_host=False) for name in "abc"]
+    shards.run(Shards([*here, Job("d", (Path("d"),), 1, in_host=True)], [], reports=None))
+    assert not met
+
+
 def test_nobody_waits_for_a_host_that_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """None is built for the unit tests alone."""
     monkeypatch.setattr(Shards, "_output", lambda self, argv, **_: (0, "1 passed in 1.00s"))

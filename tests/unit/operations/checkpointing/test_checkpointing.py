@@ -438,6 +438,15 @@ def test_what_became_of_it(fake: FakePodman, tmp_path: Path, status: str, said: 
     assert raised.value.sentence() == f"interrupted during the checkpoint; w {said}"
 
 
+def test_interrupted_before_the_runtime_began(fake: FakePodman, tmp_path: Path) -> None:
+    """Nobody else has said that the container runs on."""
+    export = Export(found=podman.inspect_container("w"), archive=str(tmp_path / "archive"), keep=str)
+    said = "podman container checkpoint was interrupted"  # as gpusnap.engines.podman_work has it
+    with pytest.raises(Interrupted) as raised, explain_export_errors(export):
+        raise Interrupted(said)
+    assert raised.value.sentence() == f"{said}; w continues to run"
+
+
 @pytest.mark.parametrize("leave_running", [True, False])
 def test_podman_fails_after_the_pages_were_handed_over(
     pages: FakePodman, store: Store, leave_running: bool
