@@ -25,6 +25,9 @@ STAGES = ("precreate", "createRuntime", "poststop")
 SECONDS = 5.0
 """The hook's own limit, less than the timeout in the hooks.d files: a killed hook fails the container."""
 
+# Seconds after which it is enforced once more, until the hook gives up.
+_AGAIN = 1.0
+
 _USAGE = "usage: gpusnap-hook precreate [--criu-config PATH] | createRuntime | poststop"
 _CONFIG_LIMIT = 16 << 20
 _STATE_LIMIT = 1 << 20
@@ -133,7 +136,8 @@ def _run_limited(work: Callable[[], None]) -> bool:
     try:
         before = _signal.signal(_signal.SIGALRM, ring)
         try:
-            _signal.setitimer(_signal.ITIMER_REAL, SECONDS)
+            # Again and again: Python swallows an exception that is raised within an object's __del__.
+            _signal.setitimer(_signal.ITIMER_REAL, SECONDS, _AGAIN)
             work()
         finally:
             _signal.setitimer(_signal.ITIMER_REAL, 0)

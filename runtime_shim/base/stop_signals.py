@@ -5,9 +5,11 @@ something after Ctrl-C does so for all three. While Podman or a transaction is a
 their own (gpusnap.engines.podman_work, gpusnap.runtime_shim.base.transaction). The first signal determines
 the exit status: 128 plus its number, as in a shell.
 
-Within Python's own code for imports, no handler may raise: it takes locks outside of a `try`, and in a
-callback that swallows exceptions (cpython, Lib/importlib/_bootstrap.py, `_get_module_lock`). The signal would
-be lost, and a thread that imports would wait forever. So such a signal is sent again a moment later.
+Where Python swallows exceptions, no handler may raise, as the signal would be lost: within an object's
+`__del__`, and within callbacks of weak references (docs.python.org, reference/datamodel, `object.__del__`).
+Its own code for imports is such a callback, and takes locks outside of a `try`, so that a thread that imports
+would wait forever (cpython, Lib/importlib/_bootstrap.py, `_get_module_lock`). Such a signal is sent again a
+moment later.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # shell each send SIGHUP (setsid(2), bash(1)): the second must not interrupt the cleanup after the first.
 _SAME = 1.0
 _IMPORTS = "<frozen importlib._bootstrap>"
-# Seconds until a signal is sent again that came within an import, and for how long that is done: the main
-# thread may wait there for another thread's import.
+# The files of the standard library that have callbacks of weak references.
+_CALLBACKS = ("/weakref.py", "/_weakrefset.py")
+# Seconds until a signal is sent again that came where it would be lost, and for how long that is done: the
+# main thread may wait there for another thread's import.
 _AGAIN, _AT_MOST = 0.02, 5.0
 
 
@@ -70,7 +74,7 @@ def handle_signals(
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal put_off_since
         now = time.monotonic()
-        if frame is not None and frame.f_code.co_filename == _IMPORTS:
+        if _would_be_lost(frame):
             put_off_since = put_off_since or now
             if now - put_off_since < _AT_MOST and _send_again(number):
                 return
@@ -84,6 +88,17 @@ def handle_signals(
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def _would_be_lost(frame: FrameType | None) -> bool:
+    """Whether Python would swallow what a handler raises in this frame."""
+    if frame is not None and frame.f_code.co_filename == _IMPORTS:
+        return True
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename.endswith(_CALLBACKS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _send_again(number: int) -> bool:
@@ -105,7 +120,7 @@ def _send_again(number: int) -> bool:
 def raise_interrupts() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt while the block runs, unless they are ignored (nohup).
 
-    SIGINT does so anyway, but not within an import. Only the main thread gets signals.
+    SIGINT does so anyway, but is lost where Python swallows exceptions. Only the main thread gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

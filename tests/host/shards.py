@@ -7,8 +7,9 @@ machine itself. Without an option these are the integration tests; `--unit`: the
 Names of files among pytest's options choose these alone. Two jobs for each core and one more run at once: an
 integration test waits for about half of its time, for ticks, for CRIU, for a container to end. With three,
 the cores are busy, but the whole takes longer: who waits asks more often. The output of a job is printed when
-it is done. Exit code 1 where a test failed. `--record` writes how long each file took to durations.json, by
-which the next runs sort. Where the test host has to be built first, that goes on beside the unit tests.
+it is done. Exit code 1 where a test failed. A job that takes many times as long as it should is ended, and
+says where it was. `--record` writes how long each file took to durations.json, by which the next runs sort.
+Where the test host has to be built first, that goes on beside the unit tests.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ DURATIONS = Path(__file__).with_name("durations.json")
 UNIT_JOB = 90.0
 # Of a file that durations.json does not have: an integration test's is begun first, in case it is long.
 UNKNOWN_UNIT, UNKNOWN_INTEGRATION = 1.0, 1000.0
+# A job is ended after so many seconds and so many times its own: a slow machine takes two or three times as
+# long. Then it has some seconds to say where it was.
+_LIMIT, _TIMES, _LAST_WORDS = 600.0, 5.0, 60.0
 _CORES = os.cpu_count() or 1
 # pytest's exit code where the options select no test of a file.
 NONE_SELECTED = 5
@@ -196,7 +200,8 @@ class Shards:
         return [sys.executable, *words, *report]
 
     def _run(self, job: Job) -> tuple[int, str]:
-        return self._output(self._argv(job), env=environ(job))
+        limit = _LIMIT + _TIMES * min(job.seconds, _LIMIT)
+        return self._output(self._argv(job), env=environ(job), limit=limit)
 
     def _output(
         self,
@@ -204,8 +209,9 @@ class Shards:
         *,
         env: dict[str, str] | None = None,
         stderr: int | None = subprocess.STDOUT,
+        limit: float | None = None,
     ) -> tuple[int, str]:
-        """Exit code and output of a program, which `end` ends."""
+        """Exit code and output of a program, which `end` and a limit in seconds interrupt."""
         with self._lock:
             if self._ended:
                 return 130, ""
@@ -219,10 +225,29 @@ class Shards:
                 text=True,
             )
             self._running.add(process)
-        said, _ = process.communicate()
+        code, said = _wait(process, limit)
         with self._lock:
             self._running.discard(process)
+        return code, said
+
+
+def _wait(process: subprocess.Popen[str], limit: float | None) -> tuple[int, str]:
+    """Exit code and output of a program; 124 if it did not end within so many seconds."""
+    for seconds, end in ((limit, signal.SIGINT), (_LAST_WORDS, signal.SIGKILL), (_LAST_WORDS, None)):
+        try:
+            said, _ = process.communicate(timeout=seconds)
+            break
+        except subprocess.TimeoutExpired as error:
+            said = (error.output or b"").decode(errors="replace")
+            if end is not None:
+                process.send_signal(end)
+    else:  # what it has started has its output open
+        process.poll()
+        if process.stdout is not None:
+            process.stdout.close()
+    if end is signal.SIGINT:
         return process.returncode, said
+    return 124, f"{said}\nended: it took longer than {limit:.0f} s"
 
 
 def reported(reports: Path) -> dict[str, float]:

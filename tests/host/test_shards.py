@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -152,6 +153,37 @@ def test_nobody_waits_for_a_host_that_is_not_needed(monkeypatch: pytest.MonkeyPa
     assert pool.build_host() is None
     shards.run(pool)
     assert pool.counts == {"passed": 1}
+
+
+@pytest.mark.parametrize(
+    ("how", "script"),
+    [
+        ("says", "trap 'echo was here; kill $child; exit 1' INT; echo begun; sleep 60 & child=$!; wait"),
+        ("ignores", "trap '' INT; echo begun; exec sleep 60"),
+        ("leaves", "sleep 60 & echo $! > child; echo begun; wait"),
+    ],
+)
+def test_a_job_that_does_not_end(
+    how: str,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """It is interrupted, and says where it was; otherwise it is killed, whoever else has its output open."""
+    monkeypatch.setattr(shards, "_LIMIT", 1.0)
+    monkeypatch.setattr(shards, "_LAST_WORDS", 30.0 if how == "says" else 0.5)
+    monkeypatch.setattr(shards, "CHECKOUT", tmp_path)
+    pool = Shards([Job("long", (Path("a.py"),), 0.0, in_host=False)], (), reports=None)
+    monkeypatch.setattr(pool, "_argv", lambda _: ["sh", "-c", script])
+    pool.work()
+    if how == "leaves":
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # it has not been waited for
+    assert pool.failed == ["long"]
+    said = capsys.readouterr().out
+    assert "begun" in said
+    assert ("was here" in said) == (how == "says")
+    assert "ended: it took longer than 1 s" in said
 
 
 def test_durations_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,32 @@ def test_time_limit(stage: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     assert [*seen, os.read(drain, 99)] == ([b"nvidia", b"rest"] if stage == "precreate" else [b"", b""])
     os.close(source)
     os.close(drain)
+
+
+def test_time_limit_where_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python swallows an exception that is raised within an object's __del__: the limit holds anyway."""
+    monkeypatch.setattr(hook_main, "SECONDS", 0.05)
+    monkeypatch.setattr(hook_main, "_AGAIN", 0.05)
+    lost: list[BaseException] = []
+
+    class Waiting:
+        """Its end takes longer than the hook may."""
+
+        def __del__(self) -> None:
+            time.sleep(0.1)
+
+    def record(_: bytes) -> None:
+        del [Waiting()][0]
+        threading.Event().wait(DEADLINE)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda each: lost.append(each.exc_value))
+    monkeypatch.setattr("gpusnap.hooks.create_runtime.record_gpus", record)
+    with open(os.devnull, "rb") as source:
+        assert main(["createRuntime"], source=source.fileno()) == 0
+    assert capfd.readouterr().err == "gpusnap-hook: gave up after 0.05 s\n"
+    assert len(lost) == 1
 
 
 def test_nobody_reads(hook: Hook, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from fakes import joining, wait_for
 from gpusnap.oci.base import threads
 from gpusnap.oci.base.errors import Stalled
 from gpusnap.oci.base.threads import Crew, run_for_each
+from gpusnap.runtime_shim.base.stop_signals import handle_signals
 
 
 def test_each_item_once() -> None:
@@ -117,15 +118,12 @@ def test_a_signal_while_it_waits() -> None:
         # A long step without a check: nobody may go on meanwhile.
         seen.append(back.wait(0.2))
 
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
+    with handle_signals(interrupt, (signal.SIGUSR1,)):
         crew.start(1, work)
         with pytest.raises(Interrupted):
             crew.join()
         back.set()
         assert seen == [False]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_workers_that_never_come_back() -> None:

@@ -8,7 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -128,6 +131,61 @@ def test_while_modules_are_imported(how: str, number: signal.Signals) -> None:
     argv = [sys.executable, "-c", _IMPORTING, how, str(int(number)), _SENDING]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False, cwd=CHECKOUT)
     assert (done.stdout, done.stderr) == ("interrupted [True]\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_while_an_object_is_deleted(number: signal.Signals) -> None:
+    """Python would lose the signal, and say so on stderr: it counts as soon as the object is gone."""
+    ended: list[float] = []
+
+    class Ended:
+        """At its end comes a signal, and what it calls takes longer than until the signal is sent again."""
+
+        def __del__(self) -> None:
+            send(number)
+            wait(3 * stop_signals._AGAIN)
+            ended.append(time.monotonic())
+
+    def work() -> None:
+        del [Ended()][0]
+        wait(30)
+
+    with raise_interrupts(), pytest.raises(KeyboardInterrupt):
+        work()
+    assert len(ended) == 1
+
+
+def test_within_the_callback_of_a_weak_reference() -> None:
+    """As where an object is deleted."""
+    watched = weakref.WeakSet[Any]()
+    seen: list[str] = []
+
+    class Watched:
+        """Something to refer to."""
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_name != "_remove":
+            return None
+        if event == "line" and not seen:
+            seen.append(frame.f_code.co_filename)
+            send(signal.SIGTERM)
+        return trace
+
+    def work() -> None:
+        one = Watched()
+        watched.add(one)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            del one
+        finally:
+            sys.settrace(before)
+        wait(30)
+
+    with raise_interrupts(), pytest.raises(KeyboardInterrupt):
+        work()
+    assert len(seen) == 1
+    assert not watched
 
 
 def wait(seconds: float) -> None:

@@ -11,6 +11,7 @@ from types import FrameType
 import pytest
 
 from gpusnap.runtime_shim.base.errors import Interrupted
+from gpusnap.runtime_shim.base.stop_signals import handle_signals
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError, LockTimeout, ProcessGone
 from gpusnap.runtime_shim.gpu.api.parallel import Outcome, run_at_once
 
@@ -98,9 +99,8 @@ def on_term() -> object:
     def handler(number: int, frame: FrameType | None) -> None:
         raise Interrupted("asked to stop")
 
-    before = signal.signal(signal.SIGTERM, handler)
-    yield
-    signal.signal(signal.SIGTERM, before)
+    with handle_signals(handler, (signal.SIGTERM,)):
+        yield
 
 
 @pytest.mark.usefixtures("on_term")
@@ -165,15 +165,14 @@ def test_an_exception_that_breaks_into_the_waiting() -> None:
         assert handled.wait(DEADLINE)
         go.set()
 
-    before = signal.signal(signal.SIGUSR1, handler)
     thread = threading.Thread(target=outside)
-    thread.start()
-    try:
-        with pytest.raises(Interrupted):
-            run_at_once(work, range(3))
-    finally:
-        thread.join()
-        signal.signal(signal.SIGUSR1, before)
+    with handle_signals(handler, (signal.SIGUSR1,)):
+        thread.start()
+        try:
+            with pytest.raises(Interrupted):
+                run_at_once(work, range(3))
+        finally:
+            thread.join()
     assert sorted(ended) == [0, 1, 2]
 
 
