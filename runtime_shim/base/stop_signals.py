@@ -6,10 +6,11 @@ their own (gpusnap.engines.podman_work, gpusnap.runtime_shim.base.transaction). 
 the exit status: 128 plus its number, as in a shell.
 
 Where Python swallows exceptions, no handler may raise, as the signal would be lost: within an object's
-`__del__`, and within callbacks of weak references (docs.python.org, reference/datamodel, `object.__del__`).
-Its own code for imports is such a callback, and takes locks outside of a `try`, so that a thread that imports
-would wait forever (cpython, Lib/importlib/_bootstrap.py, `_get_module_lock`). Such a signal is sent again a
-moment later.
+`__del__`, within callbacks of weak references, and in the cleanup of a generator that is deleted
+(docs.python.org, reference/datamodel, `object.__del__`; cpython, Objects/genobject.c, `_PyGen_Finalize`).
+Python's own code for imports is such a callback, and takes locks outside of a `try`, so that a thread that
+imports would wait forever (cpython, Lib/importlib/_bootstrap.py, `_get_module_lock`). Such a signal is sent
+again a moment later.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +32,12 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # shell each send SIGHUP (setsid(2), bash(1)): the second must not interrupt the cleanup after the first.
 _SAME = 1.0
 _IMPORTS = "<frozen importlib._bootstrap>"
-# The files of the standard library that have callbacks of weak references.
+# Where the standard library has callbacks of weak references: these files, and a function of
+# concurrent/futures/thread.py.
 _CALLBACKS = ("/weakref.py", "/_weakrefset.py")
+_SWALLOWING = ("__del__", "weakref_cb")
+# Exceptions that are being handled, one within the other, among which that of a deleted generator is sought.
+_DEPTH = 10
 # Seconds until a signal is sent again that came where it would be lost, and for how long that is done: the
 # main thread may wait there for another thread's import.
 _AGAIN, _AT_MOST = 0.02, 5.0
@@ -95,9 +101,16 @@ def _would_be_lost(frame: FrameType | None) -> bool:
     if frame is not None and frame.f_code.co_filename == _IMPORTS:
         return True
     while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename.endswith(_CALLBACKS):
+        if frame.f_code.co_name in _SWALLOWING or frame.f_code.co_filename.endswith(_CALLBACKS):
             return True
         frame = frame.f_back
+    error = sys.exc_info()[1]
+    for _ in range(_DEPTH):
+        if error is None:
+            return False
+        if isinstance(error, GeneratorExit):
+            return True
+        error = error.__context__
     return False
 
 

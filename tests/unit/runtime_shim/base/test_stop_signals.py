@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -133,59 +135,101 @@ def test_while_modules_are_imported(how: str, number: signal.Signals) -> None:
     assert (done.stdout, done.stderr) == ("interrupted [True]\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_while_an_object_is_deleted(number: signal.Signals) -> None:
-    """Python would lose the signal, and say so on stderr: it counts as soon as the object is gone."""
-    ended: list[float] = []
+class Ended:
+    """At its end comes a signal, and what it calls takes longer than until the signal is sent again."""
 
-    class Ended:
-        """At its end comes a signal, and what it calls takes longer than until the signal is sent again."""
+    def __init__(self, number: int, ended: list[str]) -> None:
+        self._number, self._ended = number, ended
 
-        def __del__(self) -> None:
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        send(self._number)
+        wait(3 * stop_signals._AGAIN)
+        self._ended.append("an object")
+
+
+def generate(number: int, ended: list[str]) -> Iterator[None]:
+    """Likewise, in the cleanup of a generator, and there after an error of its own."""
+    try:
+        yield
+    finally:
+        try:
+            raise OSError
+        except OSError:
             send(number)
             wait(3 * stop_signals._AGAIN)
-            ended.append(time.monotonic())
+            ended.append("a generator")
+
+
+def begin_generator(number: int, ended: list[str]) -> Iterator[None]:
+    generator = generate(number, ended)
+    next(generator)
+    return generator
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("make", "name"), [(Ended, "an object"), (begin_generator, "a generator")])
+def test_while_something_is_deleted(
+    make: Callable[[int, list[str]], object], name: str, number: signal.Signals
+) -> None:
+    """Python would lose the signal, and say so on stderr: it counts as soon as the object is gone."""
+    ended: list[str] = []
 
     def work() -> None:
-        del [Ended()][0]
+        del [make(number, ended)][0]
         wait(30)
 
     with raise_interrupts(), pytest.raises(KeyboardInterrupt):
         work()
-    assert len(ended) == 1
+    assert ended == [name]
 
 
-def test_within_the_callback_of_a_weak_reference() -> None:
-    """As where an object is deleted."""
-    watched = weakref.WeakSet[Any]()
-    seen: list[str] = []
+def delete_from_set() -> None:
+    """Delete an object to which a WeakSet refers."""
 
     class Watched:
         """Something to refer to."""
 
+    watched, one = weakref.WeakSet[Any](), Watched()
+    watched.add(one)
+    del one
+    assert not watched
+
+
+def delete_pool() -> None:
+    """Delete a pool of threads that has not been shut down."""
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int).result()
+    del pool
+
+
+@pytest.mark.parametrize(("name", "delete"), [("_remove", delete_from_set), ("weakref_cb", delete_pool)])
+def test_within_the_callback_of_a_weak_reference(name: str, delete: Callable[[], None]) -> None:
+    """As where an object is deleted."""
+    seen: list[str] = []
+
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_name != "_remove":
+        if frame.f_code.co_name != name:
             return None
         if event == "line" and not seen:
-            seen.append(frame.f_code.co_filename)
+            seen.append(name)
             send(signal.SIGTERM)
         return trace
 
     def work() -> None:
-        one = Watched()
-        watched.add(one)
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            del one
+            delete()
         finally:
             sys.settrace(before)
         wait(30)
 
     with raise_interrupts(), pytest.raises(KeyboardInterrupt):
         work()
-    assert len(seen) == 1
-    assert not watched
+    assert seen == [name]
 
 
 def wait(seconds: float) -> None:
