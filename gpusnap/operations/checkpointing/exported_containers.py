@@ -17,6 +17,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.annotations import time_of
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import BLOBS, CONFIG, FIRST, LARGEST_DUMP
+from gpusnap.engines.podman import is_exporting
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.json_text import parse_json
@@ -62,6 +63,7 @@ def read(left: LeftExport, store: str, *, within: float = deadlines.PATIENCE) ->
 
     Raises GpusnapError if it cannot be read, or not `within` that many seconds.
     """
+    unfinished = is_exporting(left.archive)
     try:
         return deadlines.ask(partial(_read, left, store), left.archive, within=within)
     except TimeoutError:
@@ -70,6 +72,11 @@ def read(left: LeftExport, store: str, *, within: float = deadlines.PATIENCE) ->
         why = f"{left.archive}: {reason(error)}"
     except (OciError, GpusnapError) as error:
         why = str(error)
+    if unfinished:
+        raise GpusnapError(
+            f"Podman is still exporting to {left.archive}: which memory its restore needs is not known yet",
+            hint="wait until it has finished, and try again",
+        )
     raise GpusnapError(
         f"what Podman exported for a killed gpusnap checkpoint cannot be examined: {why}",
         hint="if it is of no use, remove it",

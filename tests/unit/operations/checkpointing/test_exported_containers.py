@@ -37,8 +37,31 @@ def test_one_that_podman_has_not_begun(
     host_store.create()
     monkeypatch.setattr(overrides, "list_ended", lambda: {("c0ffee", host_store.path)})
     archive = f"{host_store.path}/staging/one/podman.tar"
-    with exporting(tmp_path, archive), pytest.raises(GpusnapError, match=f"{archive} cannot be read"):
+    said = f"Podman is still exporting to {archive}: which memory"
+    with exporting(tmp_path, archive), pytest.raises(GpusnapError, match=said):
         in_podman.list_exported(host_store)
+
+
+def test_one_at_which_podman_works(host_store: Store, tmp_path: Path) -> None:
+    """It is not called useless, nor is its removal advised; once Podman has ended, what is cut short is."""
+    archive = Path(leave_export(host_store, tmp_path / "exported"))
+    archive.write_bytes(archive.read_bytes()[:700])
+    said = f"Podman is still exporting to {archive}: which memory its restore needs is not known yet"
+    with exporting(tmp_path, str(archive)), pytest.raises(GpusnapError, match=said) as caught:
+        in_podman.list_exported(host_store)
+    assert "remove" not in caught.value.sentence()
+    with pytest.raises(GpusnapError, match=r"cannot be examined: .* is cut short") as caught:
+        in_podman.list_exported(host_store)
+    assert caught.value.hint == "if it is of no use, remove it"
+
+
+def test_one_that_podman_has_written_so_far(host_store: Store, tmp_path: Path) -> None:
+    """What is needed of it is there: that counts."""
+    archive = leave_export(host_store, tmp_path / "exported")
+    keep_pages(host_store)
+    with exporting(tmp_path, archive):
+        (found,) = in_podman.list_exported(host_store)
+    assert found.name == "k"
 
 
 def test_in_another_store(host_store: Store, tmp_path: Path) -> None:
