@@ -149,7 +149,10 @@ class Gate:
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_PATIENCE)
-        stage, _, init = _read_line(connection).partition(" ")
+        line = _read_line(connection)
+        if line is None:
+            return  # the program was killed, with CRIU or alone, and CRIU or its log says so
+        stage, _, init = line.partition(" ")
         connection.sendall(b"y" if self._pass(stage, init, lambda: _tell_busy(connection)) else b"n")
 
     def _end_stopped(self) -> None:
@@ -201,11 +204,12 @@ def _tell_busy(connection: socket.socket) -> None:
         os.write(connection.fileno(), b".")
 
 
-def _read_line(connection: socket.socket) -> str:
+def _read_line(connection: socket.socket) -> str | None:
+    """Return a line, or what is too long for one; None if the connection ended before."""
     data = b""
     while not data.endswith(b"\n") and len(data) < _LINE:
         piece = connection.recv(_LINE)
         if not piece:
-            break
+            return None
         data += piece
     return os.fsdecode(data).strip()
