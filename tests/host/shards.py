@@ -40,7 +40,8 @@ HOST = "tests/host/host"
 BYTECODE, BYTECODE_IN_HOST = CHECKOUT / "build/testhost-bytecode", "/var/cache/gpusnap-bytecode"
 UNIT_BYTECODE = CHECKOUT / "build/unit-bytecode"
 ENTER = ["enter", "--env", "GPUSNAP_TESTHOST=1", "--bind", f"{BYTECODE}:{BYTECODE_IN_HOST}", "--"]
-PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
+# With the tests that take the longest: one that waits for something until a deadline passes all the same.
+PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no", "--durations=3", "--durations-min=20"]
 # Not what only the unit tests use, nor what a package of theirs brings: 0.2 s for each job.
 PLUGINS_IN_HOST = ["-p", "no:hypothesispytest", "-p", "no:anyio"]
 # -E: the test host has PYTHONDONTWRITEBYTECODE set for all else.
