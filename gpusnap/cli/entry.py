@@ -1,7 +1,8 @@
 """Where `gpusnap` starts and ends.
 
 Ctrl-C while the modules are imported ends gpusnap at once, without a traceback. At the end, when Python has
-done everything else, gpusnap does not wait for it to take apart some hundred modules, which takes 30 ms.
+done everything else, gpusnap does not wait for it to take apart some hundred modules, which takes 30 ms. A
+signal that comes when the command is done changes neither its output nor its exit code.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 
 _codes: list[int] = []
+_STOPPING = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 
 
 def main() -> int:
@@ -29,7 +31,15 @@ def main() -> int:
     _signal.signal(_signal.SIGINT, before)
     code = run()
     _codes.append(code)
+    for number in _STOPPING:
+        if _signal.getsignal(number) != _signal.SIG_IGN:
+            _signal.signal(number, _ignore_once)
     return code
+
+
+def _ignore_once(number: int, _frame: object) -> None:
+    """Ignore a signal after the command, but not a second one: whoever reads the output may be slow."""
+    _signal.signal(number, _signal.SIG_DFL)
 
 
 def _end() -> None:

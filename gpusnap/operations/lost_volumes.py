@@ -17,7 +17,7 @@ from gpusnap.checkpoints.volumes import name_of
 from gpusnap.engines import podman_objects, podman_work
 from gpusnap.oci.tar.archive import entries
 from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
-from gpusnap.runtime_shim.base.stop_signals import handle_signals
+from gpusnap.runtime_shim.base.stop_signals import put_off_signals
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 
@@ -44,12 +44,9 @@ def make(names: Collection[str], archive: str) -> Iterator[None]:
 
 def _make_one(name: str, made: list[str]) -> None:
     """Make an empty one, and note it also after Ctrl-C: otherwise the next restore would use it as it is."""
-    came: list[int] = []
-    with handle_signals(lambda number, _: came.append(number)):
+    with put_off_signals():
         podman_objects.make_volume(name)
         made.append(name)
-    if came:
-        raise KeyboardInterrupt
 
 
 def _make_all(wanted: set[str], archive: str, made: list[str]) -> None:

@@ -96,6 +96,20 @@ def handle_signals(
             signal.signal(number, earlier)
 
 
+@contextmanager
+def put_off_signals() -> Iterator[None]:
+    """Run the block to its end, and raise KeyboardInterrupt then for a signal that came meanwhile.
+
+    An error of the block's is raised instead.
+    """
+    came: list[int] = []
+    with handle_signals(lambda number, _: came.append(number)):
+        yield
+    if came:
+        note_signal(came[0])
+        raise KeyboardInterrupt
+
+
 def _would_be_lost(frame: FrameType | None) -> bool:
     """Whether Python would swallow what a handler raises in this frame."""
     if frame is not None and frame.f_code.co_filename == _IMPORTS:

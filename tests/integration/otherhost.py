@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +68,12 @@ class OtherHost:
 
 
 @contextmanager
-def other_host() -> Iterator[OtherHost]:
-    """It, with Podman's image of this one, until the block ends."""
+def other_host(also: Sequence[Path] = ()) -> Iterator[OtherHost]:
+    """It, with Podman's image of this one, until the block ends. `also`: more directories for itself."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(mode=0o700)
     good(run("mount", "-t", "tmpfs", "-o", "size=2g", "other", str(FOLDER)))
-    own = [*_OWN, str(STORE)]
+    own = [*_OWN, str(STORE), *map(str, also)]
     binds = ["mount --make-rprivate /"]
     for at, path in enumerate(own):
         Path(path).mkdir(parents=True, exist_ok=True)

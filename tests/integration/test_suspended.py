@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,34 @@ def test_checkpoint(real: str, tmp_path: Path) -> None:
             good(gpusnap("restore", what))
             container = Container("w")
             container.goes_on()
+
+
+@pytest.mark.parametrize(
+    ("word", "script"),
+    [
+        ("unpause", '/usr/bin/podman "$@"; kill -TERM $PPID; exec sleep 60'),
+        ("unpause", "kill -TERM $PPID; exec sleep 60"),
+        ("pause", 'kill -TERM $PPID; exec /usr/bin/podman "$@"'),
+    ],
+    ids=["unpaused", "not unpaused", "paused"],
+)
+def test_a_checkpoint_is_interrupted(store: Store, tmp_path: Path, word: str, script: str) -> None:
+    """Podman shows the container as running for the checkpoint, and as paused afterwards in any case."""
+    container = Container.start("w", "--mib", "8")
+    suspended(container)
+    wrapper = tmp_path / "podman"
+    wrapper.write_text(f'#!/bin/sh\ncase $1 in {word}) {script};; esac\nexec /usr/bin/podman "$@"\n')
+    wrapper.chmod(0o755)
+    said = run(COMMAND, "checkpoint", "w", env={"HOME": "/root", "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert said.code == 128 + signal.SIGTERM
+    assert "w stays suspended" in said.err, said.err
+    assert "GPS-021" not in said.err
+    assert container.inspect()["State"]["Status"] == "paused"
+    assert usage("w")["state"] == "suspended"
+    assert json.loads(good(gpusnap("recover", "--list", "--json"))) == []
+    assert store.entries() == ()
+    resumed(container)
+    nothing_left()
 
 
 def test_no_room_for_a_checkpoint(store: Store, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.base import stop_signals
 from gpusnap.runtime_shim.base.errors import (
+    AlreadyPaused,
     ContainerError,
     GpusnapError,
     ImageError,
@@ -467,12 +468,15 @@ def _show_as_running(found: podman.Container) -> Iterator[None]:
             hint="run the same command again",
             code="GPS-206",
         )
-    podman.go_on(found.id)
     try:
+        podman.go_on(found.id)
         yield
     finally:
         try:
-            podman.pause(found.id)
+            with stop_signals.put_off_signals():
+                podman.pause(found.id)
+        except AlreadyPaused:  # Podman was interrupted before it did what go_on asks for
+            pass
         except GpusnapError as error:  # its processes are stopped in any case, and the checkpoint can be made
             note(
                 f"Podman lists the suspended container {found.name} as running: {error}; gpusnap recover "

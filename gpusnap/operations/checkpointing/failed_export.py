@@ -176,6 +176,7 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
                 # Otherwise its runtime has reported the state, or has refused before it did anything.
                 own = ("Podman failed: ", "podman container checkpoint was interrupted")
                 podmans = export.whole or export.left_stopped or str(said).startswith(own)
+                podmans |= isinstance(error, KeyboardInterrupt)
                 # Podman checkpoints no paused container but a suspended one.
                 state = "stays suspended" if export.found.status == "paused" else "continues to run"
                 if runs and podmans and state not in said.sentence():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -31,13 +32,13 @@ sys.exit(code)
 @pytest.mark.parametrize(
     ("words", "code", "handler"),
     [
-        ([], 0, "default_int_handler"),
+        ([], 0, "ignore_once"),
         (["early"], -signal.SIGINT, ""),
         (["early", "nohup"], 0, "SIG_IGN"),
     ],
 )
 def test_ctrl_c_while_modules_are_imported(words: list[str], code: int, handler: str) -> None:
-    """It ends the command without a word, unless it is ignored; afterwards it is Python's again."""
+    """It ends the command without a word, unless it is ignored."""
     done = subprocess.run(
         [sys.executable, "-c", _CODE, *words], capture_output=True, text=True, timeout=60, check=False
     )
@@ -71,6 +72,30 @@ def test_the_end(word: str, code: int) -> None:
     assert done.returncode == code
     assert done.stdout.splitlines()[-3:] == ["main", "thread", "registered"]
     assert ("No such command" in done.stderr) == bool(code)
+
+
+_SIGNALLED = """
+import atexit, os, sys
+
+sys.argv = ["gpusnap", "version", "--json"]
+from gpusnap.cli.entry import main
+code = main()
+for _ in range(int(sys.orig_argv[-1])):
+    atexit.register(lambda: os.kill(os.getpid(), int(sys.orig_argv[-2])))
+atexit.register(print)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_at_the_end(number: signal.Signals, times: int) -> None:
+    """The command is done, and its output is written; a second one ends it, whatever it waits for."""
+    line = [sys.executable, "-c", _SIGNALLED, str(int(number)), str(times)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0 if times == 1 else -number, "")
+    assert json.loads(done.stdout)["gpusnap"]
+    assert done.stdout.endswith("\n\n") == (times == 1)
 
 
 @pytest.mark.parametrize("words", [["ls", "--json"], ["ls", "--quiet"], ["ps", "--json"]])

@@ -427,12 +427,13 @@ def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: py
     assert os.listdir(store.path + "/staging") == []
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(("status", "said"), [("running", "continues to run"), ("paused", "stays suspended")])
-def test_what_became_of_it(fake: FakePodman, tmp_path: Path, status: str, said: str) -> None:
+def test_what_became_of_it(fake: FakePodman, tmp_path: Path, status: str, said: str, whole: bool) -> None:
     """A suspended container, which Podman lists as paused, is not said to run after an interruption."""
     container = replace(podman.inspect_container("w"), status=status)
     export = Export(found=container, archive=str(tmp_path / "archive"), keep=str)
-    export.whole = True
+    export.whole = whole
     with pytest.raises(Interrupted) as raised, explain_export_errors(export):
         raise KeyboardInterrupt
     assert raised.value.sentence() == f"interrupted during the checkpoint; w {said}"
