@@ -1,9 +1,9 @@
-"""SIGKILL at random moments: of gpusnap, gpusnap-runtime, crun, runc, CRIU and Podman, alone and together.
+"""Signals at random moments: SIGKILL for gpusnap, its runtime, crun, runc, CRIU and Podman; or Ctrl-C.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/kills.py [--rounds 300] [--seed 1] [--runtimes crun,runc]
         [--ways checkpoint,checkpoint-rm,restore,push,pull,gc]
-        [--victims gpusnap,gpusnap-runtime,runtime,criu,podman,gpusnap-guardian]
+        [--victims gpusnap,gpusnap-runtime,runtime,criu,podman,gpusnap-guardian] [--signals INT,TERM,HUP]
 
 A round kills some of the processes that a command has started, at a moment within its usual duration or soon
 after one of them has started. Then `gpusnap recover` must succeed, and the work must not be lost: the
@@ -11,6 +11,11 @@ container runs with every byte right, or its checkpoint can be restored so. If a
 Podman's knowledge, `recover` names it, and ends it by its ID. The next checkpoint succeeds, nothing of the
 killed command is left, and the store is complete. A command that was not killed itself ends in time, with an
 error message if it failed.
+
+With --signals, the command gets one of these instead, or its whole process group does, as from a terminal;
+sometimes it gets a second one. Then it must clean up itself: it exits with 0, or with 128 plus the signal's
+number and a sentence, nothing is printed that is not meant for people, and `gpusnap recover` has nothing to
+recover. For Podman's own commands, which are ended by such a signal at once, the rules of SIGKILL hold.
 """
 
 from __future__ import annotations
@@ -67,6 +72,8 @@ _ENDING = 60.0  # seconds for processes that continue after their command was ki
 _STUCK = 15.0
 """Seconds that a command may wait for a killed gpusnap-runtime before `gpusnap recover` is run."""
 _DELETE = re.compile(r"if its engine does not know it .*?: (\S+ .*delete --force [0-9a-f]{64})")
+# What Python says if it is interrupted while it starts; it ends by the signal then.
+_STARTING = "Fatal Python error: init_import_site"
 _UNKNOWN = re.compile(r"to end it: gpusnap recover ([0-9a-f]{64})")
 Line = list[str]
 
@@ -86,8 +93,13 @@ class Killer:
     """Whether the command itself was killed."""
     stuck: Callable[[], object] = lambda: None
     """Called if the command still waits after gpusnap-runtime was killed."""
+    signals: tuple[signal.Signals, ...] = ()
+    """What the command gets, one after the other, instead of SIGKILL for the victims."""
 
     def __call__(self, process: subprocess.Popen[bytes]) -> None:
+        if self.signals:
+            self._interrupt(process)
+            return
         self._kill(process)
         if "gpusnap-runtime" in self.killed and not self.root:
             try:
@@ -115,6 +127,17 @@ class Killer:
                 return
             time.sleep(0.001)
 
+    def _interrupt(self, process: subprocess.Popen[bytes]) -> None:
+        send = random.choice([os.kill, os.killpg])
+        wait = self.after
+        for number in self.signals:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(wait)
+            if process.poll() is None:
+                send(process.pid, number)
+                self.killed.append(f"{send.__name__} {number.name} after {wait:.2f} s")
+            wait = random.uniform(0, 1.5)
+
     def _victims(self) -> dict[int, str]:
         found = {}
         for each in os.listdir("/proc"):
@@ -141,6 +164,17 @@ def _users_of_run() -> list[str]:
     return found
 
 
+def _check_end(done: Done, killer: Killer) -> None:
+    """Check how a command of gpusnap's ended that may have got signals. Raises Bad."""
+    sent = {int(number) for number in killer.signals[: len(killer.killed)]}
+    if -done.code in sent and (not done.err or _STARTING in done.err):
+        return  # it had not begun, and Python itself ended
+    if "Traceback" in done.err or "Exception ignored" in done.err:
+        raise Bad(f"{killer.killed}: not meant for people:\n{done.err[-4000:]}")
+    if done.code and done.code - 128 not in sent:
+        raise Bad(f"{killer.killed}: exit code {done.code}: {done.err[-2000:]}")
+
+
 def _kind(name: str) -> str:
     return "runtime" if name in _RUNTIMES else name
 
@@ -163,10 +197,14 @@ class Bench:
     runtime: str
     victims: tuple[str, ...]
     registry: str
+    signals: tuple[signal.Signals, ...] = ()
+    """What commands get instead of SIGKILL."""
     container: Container = field(init=False)
     before: State = field(init=False)
     usual: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     number: int = 0
+    strict: bool = False
+    """Whether the last command must have left nothing to recover."""
 
     def begin(self, *options: str) -> None:
         """Start with a new container on a clean host. `options`: of podman run."""
@@ -186,7 +224,13 @@ class Bench:
             wanted = (first, *random.sample(among, random.choice([0, 0, 0, *range(len(among))])))
             after = -random.uniform(0, _SOON[first])
         killer = Killer(wanted, after, frozenset(processes()), stuck=lambda: self._free(way))
+        if self.signals:
+            killer.after = random.uniform(0, 1.1 * usual)
+            killer.signals = tuple(random.choices(self.signals, k=random.choice([1, 1, 2])))
         done = run_limited(line, during=killer)
+        self.strict = bool(self.signals) and line[0] == COMMAND
+        if self.strict:
+            _check_end(done, killer)
         if not wait_for(lambda: not self._behind(killer.before), seconds=_ENDING / 2):
             self._free(way)
             wait_for(lambda: not self._behind(killer.before), seconds=_ENDING / 2)
@@ -194,7 +238,7 @@ class Bench:
             raise Bad(f"{killer.killed} killed, and {going_on} still run after {_ENDING:g} s\n{describe()}")
         self.report.counts["killed"] += bool(killer.killed)
         self.report.counts[f"{way}: {'+'.join(sorted(set(killer.killed))) or 'none'} killed"] += 1
-        if done.code and not killer.root:
+        if done.code and not killer.root and (self.strict or not self.signals) and done.code > 0:
             self.report.said[plain(checked_message(done))] += 1
         return done, killer
 
@@ -218,6 +262,8 @@ class Bench:
             done = run_limited([COMMAND, "recover"])
         if done.code:
             raise Bad(f"recover: {checked_message(done)}; open below /run/gpusnap: {_users_of_run()}")
+        if self.strict and done.out.strip():
+            raise Bad(f"an interrupted command has left something to recover: {done.out.strip()}")
         return done.out.strip()
 
     def _free(self, way: str) -> None:
@@ -246,6 +292,11 @@ class Bench:
             if staged := [str(path) for path in (STORE / "staging").glob("*")]:
                 raise Bad(f"left in the store by {what}: {staged[:10]}")
             good(run_limited([COMMAND, "verify", "--all"]))
+
+
+def signals_of(words: str) -> tuple[signal.Signals, ...]:
+    """Return signals by their names without SIG, which commas separate."""
+    return tuple(signal.Signals[f"SIG{word}"] for word in words.split(","))
 
 
 def restore_from(locator: str) -> Line:
@@ -482,6 +533,7 @@ def main() -> int:
     given.add_argument("--runtimes", default="crun,runc")
     given.add_argument("--ways", default=",".join(WAYS))
     given.add_argument("--victims", default=",".join(VICTIMS))
+    given.add_argument("--signals", type=signals_of, default=())
     options = given.parse_args()
     report = prepare("kills", options)
     ways = tuple(options.ways.split(","))
@@ -494,7 +546,8 @@ def main() -> int:
             shutil.rmtree(FOLDER, ignore_errors=True)
             shutil.rmtree(STORE, ignore_errors=True)
             FOLDER.mkdir(parents=True)
-            bench = Bench(report, runtime, tuple(options.victims.split(",")), registry)
+            victims = tuple(options.victims.split(","))
+            bench = Bench(report, runtime, victims, registry, options.signals)
             ready(bench, ways)
             for number in range(options.rounds // len(runtimes)):
                 if report.over(options.seconds * (1 + runtimes.index(runtime)) / len(runtimes)):

@@ -3,12 +3,12 @@
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/suspended_kills.py [--rounds 200] [--seed 1]
         [--runtimes crun,runc] [--ways suspend,resume,spill,swap,checkpoint]
-        [--victims gpusnap,gpusnap-runtime,runtime,podman]
+        [--victims gpusnap,gpusnap-runtime,runtime,podman] [--signals INT,TERM,HUP]
 
-Like kills.py: a round kills some of the processes that a command has started, at a moment within its usual
-duration or soon after one of them has started. Then `gpusnap recover` must succeed. Each container then runs
-with every byte right, or it is suspended, for Podman too, and runs so after it is resumed. Then nothing of it
-is left in RAM, in the store or in /run.
+Like kills.py, also with --signals: a round kills some of the processes that a command has started, at a
+moment within its usual duration or soon after one of them has started. Then `gpusnap recover` must succeed.
+Each container then runs with every byte right, or it is suspended, for Podman too, and runs so after it is
+resumed. Then nothing of it is left in RAM, in the store or in /run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from faulthost import (
     settings,
     start,
 )
-from kills import NAME, Bench
+from kills import NAME, Bench, signals_of
 from support import Container, good, podman
 
 OTHER = "other"
@@ -202,13 +202,14 @@ def main() -> int:
     given.add_argument("--runtimes", default="crun,runc")
     given.add_argument("--ways", default=",".join(ROUNDS))
     given.add_argument("--victims", default=",".join(VICTIMS))
+    given.add_argument("--signals", type=signals_of, default=())
     options = given.parse_args()
     report = prepare("suspended_kills", options)
     ways = tuple(options.ways.split(","))
     runtimes = options.runtimes.split(",")
     for at, runtime in enumerate(runtimes):
         settings(runtime)
-        bench = Pair(report, runtime, tuple(options.victims.split(",")), "")
+        bench = Pair(report, runtime, tuple(options.victims.split(",")), "", options.signals)
         ready(bench)
         for number in range(options.rounds // len(runtimes)):
             if report.over(options.seconds * (at + 1) / len(runtimes)):
