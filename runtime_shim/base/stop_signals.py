@@ -98,16 +98,14 @@ def handle_signals(
 
 @contextmanager
 def put_off_signals() -> Iterator[None]:
-    """Run the block to its end, and raise KeyboardInterrupt then for a signal that came meanwhile.
-
-    An error of the block's is raised instead.
-    """
+    """Run the block to its end; a signal that came meanwhile is handled then, as it would have been."""
     came: list[int] = []
-    with handle_signals(lambda number, _: came.append(number)):
-        yield
-    if came:
-        note_signal(came[0])
-        raise KeyboardInterrupt
+    try:
+        with handle_signals(lambda number, _: came.append(number)):
+            yield
+    finally:
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
 
 
 def _would_be_lost(frame: FrameType | None) -> bool:

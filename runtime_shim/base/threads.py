@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from gpusnap.runtime_shim.base.errors import no_thread
+from gpusnap.runtime_shim.base.stop_signals import put_off_signals
 
 # Seconds for a thread to start running. On a busy host it takes some milliseconds.
 _BEGINNING = 30.0
@@ -71,6 +72,15 @@ def start(thread: threading.Thread) -> None:
         raise no_thread(error) from error
 
 
+def join(thread: threading.Thread) -> None:
+    """Wait for the end of a thread, whatever signals come: they are handled then.
+
+    Up to Python 3.12, an exception within Thread.join() marks the running thread as ended (bpo-45274).
+    """
+    with put_off_signals():
+        thread.join()
+
+
 def run_apart(work: Callable[[], object], *, name: str) -> None:
     """Run `work` in a thread of its own, which it may change, and wait for it; raise what it raises.
 
@@ -86,7 +96,7 @@ def run_apart(work: Callable[[], object], *, name: str) -> None:
 
     thread = threading.Thread(target=run, name=name)
     start(thread)
-    thread.join()
+    join(thread)
     if failed:
         raise failed[0]
 

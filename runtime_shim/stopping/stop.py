@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from gpusnap.runtime_shim.base import threads
 from gpusnap.runtime_shim.base.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.stop_signals import put_off_signals
 from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
 from gpusnap.runtime_shim.process import pidfd, proc
 
@@ -158,7 +159,13 @@ class Guard:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpusnap-guard", daemon=True)
-        threads.start(self._thread)
+        try:
+            with put_off_signals():
+                threads.start(self._thread)
+        except BaseException:  # nobody else could end it, and it would stop again what is let run
+            if self._thread.ident is not None:
+                self.stop_watching()
+            raise
 
     def release(self, pid: int) -> None:
         """No longer keep one of them stopped: it is about to continue."""
@@ -168,7 +175,7 @@ class Guard:
     def stop_watching(self) -> None:
         """Stop checking. May be called again."""
         self._over.set()
-        self._thread.join()
+        threads.join(self._thread)
 
     def _run(self) -> None:
         while not self._over.wait(_GUARD):

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from gpusnap.runtime_shim.base.stop_signals import put_off_signals
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.calls import Stop
@@ -271,13 +272,18 @@ class Tracee:
 def hold(pid: int, tid: int, *, own_signals: bool = False) -> Iterator[Tracee]:
     """Seize a thread and stop it; at the end release it, where it must stop again.
 
-    `own_signals` as for Tracee. Raises OSError if it cannot be traced.
+    `own_signals` as for Tracee. A signal for gpusnap waits while it is seized or released: otherwise it could
+    be left without its mask. Raises OSError if it cannot be traced.
     """
-    tracee = Tracee(pid, tid, own_signals=own_signals)
+    tracee: Tracee | None = None
     try:
+        with put_off_signals():
+            tracee = Tracee(pid, tid, own_signals=own_signals)
         yield tracee
     finally:
-        tracee.let_go()
+        if tracee is not None:
+            with put_off_signals():
+                tracee.let_go()
 
 
 def put_masks_back(path: str) -> int:

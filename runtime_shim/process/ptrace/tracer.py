@@ -25,6 +25,7 @@ from typing import Protocol
 
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.stop_signals import put_off_signals
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace.positions import Position, position
 from gpusnap.runtime_shim.process.ptrace.tracee import FAULTS, Tracee, state
@@ -109,38 +110,43 @@ class Tracer:
         self.stop_threads()
 
     def start(self) -> None:
-        """Let the threads run. Raises OSError if one cannot be traced; none is then."""
+        """Let the threads run. Raises OSError if one cannot be traced; none is then.
+
+        A signal for gpusnap waits meanwhile, as in `stop_threads`: nobody would end the tracer otherwise, and
+        its threads would not get their masks back.
+        """
+        try:
+            with put_off_signals():
+                self._start()
+        except TimeoutError:  # nor would it end in time; it ends as soon as it can
+            raise
+        except BaseException:
+            with suppress(OSError):
+                self.stop_threads()
+            raise
+
+    def _start(self) -> None:
         try:
             self._thread.start()
         except RuntimeError as error:
             raise OSError(errno.EAGAIN, str(error)) from error
-        try:
-            ready = self._started.wait(_ENDING)
-        except BaseException:  # from a signal: nobody would end it otherwise
-            self.stop_threads()
-            raise
-        if not ready:
+        if not self._started.wait(_ENDING):
             self._over = True
             raise TimeoutError(errno.ETIMEDOUT, f"process {self.pid} could not be traced in time")
         if self._refusal is not None:
-            self._thread.join()
             raise self._refusal
 
     def stop_threads(self) -> None:
         """Stop the threads again, and return when they are stopped. Raises OSError if one does not stop."""
-        self._over = True
-        self._wake.set()
-        deadline = time.monotonic() + _ENDING
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            try:
-                self._thread.join(deadline - time.monotonic())
-            except BaseException:  # from a signal; the threads must be stopped in any case
-                self._thread.join(max(0.0, deadline - time.monotonic()))
-                raise
-        if self._thread.is_alive():
-            raise TimeoutError(errno.ETIMEDOUT, f"a thread of process {self.pid} does not stop")
-        if self._failure is not None:
-            raise self._failure
+        with put_off_signals():
+            self._over = True
+            self._wake.set()
+            if self._thread.is_alive():
+                self._thread.join(_ENDING)
+            if self._thread.is_alive():
+                raise TimeoutError(errno.ETIMEDOUT, f"a thread of process {self.pid} does not stop")
+            if self._failure is not None:
+                raise self._failure
 
     def run_briefly(self, tids: Iterable[int], seconds: float) -> None:
         """Let other threads of the process run for a time, and return when they are stopped again.

@@ -124,7 +124,7 @@ class Gate:
         self._closed = True
         with contextlib.suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        threads.join(self._thread)
         self._socket.close()
 
     def _serve(self) -> None:

@@ -18,7 +18,13 @@ from typing import Any
 import pytest
 
 from gpusnap.runtime_shim.base import stop_signals
-from gpusnap.runtime_shim.base.stop_signals import find_first, make_interrupted, note_signal, raise_interrupts
+from gpusnap.runtime_shim.base.stop_signals import (
+    find_first,
+    make_interrupted,
+    note_signal,
+    put_off_signals,
+    raise_interrupts,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[4]
 
@@ -230,6 +236,46 @@ def test_within_the_callback_of_a_weak_reference(name: str, delete: Callable[[],
     with raise_interrupts(), pytest.raises(KeyboardInterrupt):
         work()
     assert seen == [name]
+
+
+def test_signals_that_are_put_off() -> None:
+    """The block runs to its end, also if it fails, and each of them counts then as it would have before."""
+    done: list[int] = []
+
+    def work(*numbers: int, fail: bool = False) -> None:
+        with put_off_signals():
+            for number in numbers:
+                send(number)
+            done.append(len(numbers))
+            if fail:
+                raise OSError
+        done.append(0)
+
+    work()
+    with raise_interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            work(signal.SIGTERM, signal.SIGTERM)
+        assert find_first() == signal.SIGTERM
+        work(signal.SIGHUP)  # at once after the first
+    with raise_interrupts(), pytest.raises(KeyboardInterrupt) as raised:
+        work(signal.SIGINT, fail=True)
+    assert isinstance(raised.value.__context__, OSError)
+    assert done == [0, 0, 2, 1, 0, 1]
+
+
+def test_a_signal_that_nobody_handles_is_put_off() -> None:
+    """It ends the program after the block."""
+    script = (
+        "import os, signal\n"
+        "from gpusnap.runtime_shim.base.stop_signals import put_off_signals\n"
+        "with put_off_signals():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('done', flush=True)\n"
+        "print('after', flush=True)\n"
+    )
+    argv = [sys.executable, "-c", script]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False, cwd=CHECKOUT)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "done\n", "")
 
 
 def wait(seconds: float) -> None:

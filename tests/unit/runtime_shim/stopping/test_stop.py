@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from fakes import wait_for
 
 from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.stop_signals import handle_signals
 from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
@@ -189,6 +191,33 @@ def test_a_guard(counters: Counters) -> None:
         os.kill(counters.pid, signal.SIGCONT)
         wait_for(lambda: proc.is_still(counters.pid), "it stands again")
     guard.stop_watching()
+    go_on([counters.pid])
+    counters.runs(0)
+
+
+def test_a_guard_that_is_interrupted_while_it_begins(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is left that nobody could end."""
+
+    class Interrupted(Exception):
+        """By a signal."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def signalled(self: threading.Thread) -> None:
+        if self.name == "gpusnap-guard":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            threading.Event().wait(0.1)  # the main thread waits for this one to begin
+        begin(self)
+
+    begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", signalled)
+    stop([counters.pid], timeout=60)
+    with handle_signals(interrupt), pytest.raises(Interrupted):
+        Guard([counters.pid])
+    assert not [each for each in threading.enumerate() if each.name == "gpusnap-guard"]
     go_on([counters.pid])
     counters.runs(0)
 

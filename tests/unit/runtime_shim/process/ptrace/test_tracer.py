@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fakes import wait_for
 
+from gpusnap.runtime_shim.base.stop_signals import handle_signals
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
-from gpusnap.runtime_shim.process.ptrace.tracee import state
+from gpusnap.runtime_shim.process.ptrace.tracee import hold, state
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 # A thread that ends when its process reads a byte, and the main one, which waits for ever.
@@ -67,3 +72,69 @@ def test_one_that_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) ->
                 assert tracer.lost == ""
         finally:
             child.kill()
+
+
+class _Signal(Exception):
+    """A signal came."""
+
+
+def raise_signal(*_: object) -> None:
+    raise _Signal
+
+
+def is_unharmed(pid: int, blocked: str) -> bool:
+    """Whether a process has its mask again, and nobody traces it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return f"SigBlk:\t{blocked}\n" in status and "TracerPid:\t0\n" in status
+
+
+def find_mask(pid: int) -> str:
+    return Path(f"/proc/{pid}/status").read_text().partition("SigBlk:\t")[2].partition("\n")[0]
+
+
+@pytest.fixture
+def stopped() -> Iterator[int]:
+    """The PID of a stopped process."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_for(lambda: proc.is_still(child.pid), "the stop")
+        yield child.pid
+        child.kill()
+
+
+@pytest.mark.parametrize("where", ["_bootstrap_inner", "_take", "_release"])
+def test_a_signal_while_it_starts_or_ends(stopped: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended all the same, and its threads have their masks again."""
+    before, owner = find_mask(stopped), threading.Thread if where == "_bootstrap_inner" else Tracer
+    real, main = getattr(owner, where), threading.main_thread().ident
+
+    def signalled(self: object) -> None:
+        if getattr(self, "name", "gpusnap-tracer").startswith("gpusnap-tracer"):  # not another thread
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGTERM)
+            threading.Event().wait(0.1)  # the main thread is in a wait for this one
+        real(self)
+
+    monkeypatch.setattr(owner, where, signalled)
+    with handle_signals(raise_signal):
+        with pytest.raises(_Signal), Tracer(stopped, [stopped], guard=False):
+            pass
+        assert is_unharmed(stopped, before)
+    assert not [each for each in threading.enumerate() if each.name.startswith("gpusnap-tracer")]
+
+
+@pytest.mark.parametrize("name", ["set_signal_mask", "seize", "let_go"])
+def test_a_signal_while_a_thread_is_seized_or_released(
+    stopped: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each call that it takes."""
+    before, real = find_mask(stopped), getattr(ptrace, name)
+
+    def signalled(*args: object) -> None:
+        real(*args)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ptrace, name, signalled)
+    with handle_signals(raise_signal), pytest.raises(_Signal), hold(stopped, stopped):
+        pass
+    assert is_unharmed(stopped, before)
