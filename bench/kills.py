@@ -72,7 +72,7 @@ _ENDING = 60.0  # seconds for processes that continue after their command was ki
 _STUCK = 15.0
 """Seconds that a command may wait for a killed gpusnap-runtime before `gpusnap recover` is run."""
 _DELETE = re.compile(r"if its engine does not know it .*?: (\S+ .*delete --force [0-9a-f]{64})")
-# What Python says if it is interrupted while it starts; it ends by the signal then.
+# What Python says if it is interrupted while it starts.
 _STARTING = "Fatal Python error: init_import_site"
 _UNKNOWN = re.compile(r"to end it: gpusnap recover ([0-9a-f]{64})")
 Line = list[str]
@@ -167,7 +167,7 @@ def _users_of_run() -> list[str]:
 def _check_end(done: Done, killer: Killer) -> None:
     """Check how a command of gpusnap's ended that may have got signals. Raises Bad."""
     sent = {int(number) for number in killer.signals[: len(killer.killed)]}
-    if -done.code in sent and (not done.err or _STARTING in done.err):
+    if _STARTING in done.err or (-done.code in sent and not done.err):
         return  # it had not begun, and Python itself ended
     if "Traceback" in done.err or "Exception ignored" in done.err:
         raise Bad(f"{killer.killed}: not meant for people:\n{done.err[-4000:]}")

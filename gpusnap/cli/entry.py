@@ -1,6 +1,6 @@
 """Where `gpusnap` starts and ends.
 
-Ctrl-C while the modules are imported ends gpusnap at once, without a traceback. At the end, when Python has
+Ctrl-C before the command begins ends gpusnap at once, without a traceback. At the end, when Python has
 done everything else, gpusnap does not wait for it to take apart some hundred modules, which takes 30 ms. A
 signal that comes when the command is done changes neither its output nor its exit code.
 """
@@ -19,8 +19,7 @@ _STOPPING = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 
 def main() -> int:
     """As gpusnap.cli.main.main."""
-    before = _signal.getsignal(_signal.SIGINT)
-    if before != _signal.SIG_IGN:  # as under nohup
+    if _signal.getsignal(_signal.SIGINT) != _signal.SIG_IGN:  # as under nohup
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     atexit.register(_end)  # the first is the last to be called
     from gpusnap.runtime_shim.base import garbage
@@ -28,7 +27,6 @@ def main() -> int:
     garbage.look_seldom()
     from gpusnap.cli.main import main as run
 
-    _signal.signal(_signal.SIGINT, before)
     code = run()
     _codes.append(code)
     for number in _STOPPING:

@@ -20,6 +20,7 @@ from gpusnap.engines.podman_command import (
     FinishedPodman,
     Question,
     ask,
+    ask_and_finish,
     finish,
     sentence,
     start,
@@ -386,7 +387,7 @@ def kill(container_id: str) -> None:
 
 def pause(container_id: str) -> None:
     """Pause a running container. Raises AlreadyPaused, GpusnapError."""
-    done = ask("pause", container_id)
+    done = ask_and_finish("pause", container_id)
     if done.code and "already paused" in done.err:  # libpod, container_api.go
         raise AlreadyPaused(container_id[:12])
     if done.code:
@@ -395,9 +396,9 @@ def pause(container_id: str) -> None:
 
 def go_on(container_id: str) -> None:
     """Unpause a container, if it is paused, or is about to be. Raises GpusnapError."""
-    done = ask("unpause", container_id)
+    done = ask_and_finish("unpause", container_id)
     if done.code and _is_paused_after_all(container_id):
-        done = ask("unpause", container_id)
+        done = ask_and_finish("unpause", container_id)
     if done.code and _is_paused(container_id):
         raise GpusnapError(
             f"the container {container_id[:12]} cannot be unpaused: {sentence(done)}",

@@ -16,6 +16,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
 from gpusnap.runtime_shim.base.log import NOTE
+from gpusnap.runtime_shim.base.stop_signals import put_off_signals
 from gpusnap.runtime_shim.runtime.child_process import Child, output
 
 RUNTIME = "gpusnap-runtime"
@@ -62,6 +63,11 @@ class Question:
                 ) from None
             return finish(self._child, self._out, self._err)
 
+    def wait_for_end(self) -> None:
+        """Wait for some seconds until Podman has ended, whatever signals come."""
+        with put_off_signals(), suppress(subprocess.TimeoutExpired):
+            self._child.wait(DYING)
+
     def close(self) -> None:
         """Stop waiting for the answer."""
         with self._stack:
@@ -76,6 +82,20 @@ class Question:
 
 def ask(*words: str, command: Sequence[str] = PODMAN, seconds: float | None = None) -> FinishedPodman:
     return Question(*words, command=command).answer(seconds)
+
+
+def ask_and_finish(*words: str) -> FinishedPodman:
+    """Like `ask`, for a command that the caller undoes after a signal's exception: Podman has ended then.
+
+    Killed, it would leave its runtime at work; left alone, it could be overtaken by what undoes it. It is
+    left alone if it does not end within DYING seconds: it may wait for a lock.
+    """
+    question = Question(*words)
+    try:
+        return question.answer()
+    except BaseException:
+        question.wait_for_end()
+        raise
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import IO, Any
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.base.deadlines import wait_for_end
 from gpusnap.runtime_shim.base.errors import GpusnapError, NotStarted, RuntimeFailed, raise_as, reason
+from gpusnap.runtime_shim.base.stop_signals import put_off_signals
 from gpusnap.runtime_shim.runtime import find as locate
 
 
@@ -45,7 +46,8 @@ class Child(subprocess.Popen[bytes]):
 
     def __init__(self, argv: Sequence[str], **options: Any) -> None:
         try:
-            super().__init__(list(argv), **options)
+            with put_off_signals():  # one after the fork, before the PID is known, would leave it
+                super().__init__(list(argv), **options)
         except BaseException:
             if getattr(self, "pid", None) is not None and self.returncode is None:
                 with suppress(OSError, subprocess.TimeoutExpired):

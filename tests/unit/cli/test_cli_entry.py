@@ -23,6 +23,9 @@ if "nohup" in sys.orig_argv:
 if "early" in sys.orig_argv:
     sys.meta_path.insert(0, Finder())
 from gpusnap.cli.entry import main
+if "late" in sys.orig_argv:
+    import gpusnap.cli.main
+    gpusnap.cli.main.forgive_closed_pipes = lambda: os.kill(os.getpid(), signal.SIGINT)
 code = main()
 print(repr(signal.getsignal(signal.SIGINT)))
 sys.exit(code)
@@ -34,10 +37,11 @@ sys.exit(code)
     [
         ([], 0, "ignore_once"),
         (["early"], -signal.SIGINT, ""),
+        (["late"], -signal.SIGINT, ""),
         (["early", "nohup"], 0, "SIG_IGN"),
     ],
 )
-def test_ctrl_c_while_modules_are_imported(words: list[str], code: int, handler: str) -> None:
+def test_ctrl_c_before_the_command_begins(words: list[str], code: int, handler: str) -> None:
     """It ends the command without a word, unless it is ignored."""
     done = subprocess.run(
         [sys.executable, "-c", _CODE, *words], capture_output=True, text=True, timeout=60, check=False

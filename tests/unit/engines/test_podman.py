@@ -18,6 +18,7 @@ from fakes import wait_for
 from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman, podman_command, podman_objects
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.base.stop_signals import handle_signals
 
 
 @pytest.fixture
@@ -232,3 +233,38 @@ def test_one_that_is_not_paused(fake: FakePodman) -> None:
         podman.go_on(ID)
         assert other.poll() is None
     assert (fake.folder / "unpauses").read_text() == "\n"
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_interrupted_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Podman has done it when the caller undoes it, unless it does not end; it is not killed."""
+
+    class Interrupted(Exception):
+        """By a signal."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    class Waiting(podman_command.Child):
+        """Says when it is waited for."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            waited.touch()
+            return super().wait(timeout)
+
+    stand_in, waited, done = (tmp_path / name for name in ("podman", "waited", "done"))
+    stand_in.write_text(
+        f"#!/bin/sh\necho $$ >{tmp_path}/pid; until [ -e {waited} ]; do sleep 0.01; done; kill -TERM $PPID\n"
+        f"sleep {0.3 if ends else 60}; : >{done}\n"
+    )
+    monkeypatch.setattr(podman_command, "Child", Waiting)
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if not ends:
+        monkeypatch.setattr(podman_command, "DYING", 0.2)
+    with handle_signals(interrupt), pytest.raises(Interrupted):
+        podman.pause(ID)
+    assert done.exists() == ends
+    if not ends:
+        os.killpg(int((tmp_path / "pid").read_text()), signal.SIGKILL)
