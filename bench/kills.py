@@ -15,7 +15,8 @@ error message if it failed.
 With --signals, the command gets one of these instead, or its whole process group does, as from a terminal;
 sometimes it gets a second one. Then it must clean up itself: it exits with 0, or with 128 plus the signal's
 number and a sentence, nothing is printed that is not meant for people, and `gpusnap recover` has nothing to
-recover. For Podman's own commands, which are ended by such a signal at once, the rules of SIGKILL hold.
+recover unless the sentence names it. For Podman's own commands, which are ended by such a signal at once, the
+rules of SIGKILL hold.
 """
 
 from __future__ import annotations
@@ -167,12 +168,17 @@ def _users_of_run() -> list[str]:
 def _check_end(done: Done, killer: Killer) -> None:
     """Check how a command of gpusnap's ended that may have got signals. Raises Bad."""
     sent = {int(number) for number in killer.signals[: len(killer.killed)]}
-    if _STARTING in done.err or (-done.code in sent and not done.err):
-        return  # it had not begun, and Python itself ended
+    if _is_early(done) or (-done.code in sent and not done.err):
+        return  # it had not begun
     if "Traceback" in done.err or "Exception ignored" in done.err:
         raise Bad(f"{killer.killed}: not meant for people:\n{done.err[-4000:]}")
     if done.code and done.code - 128 not in sent:
         raise Bad(f"{killer.killed}: exit code {done.code}: {done.err[-2000:]}")
+
+
+def _is_early(done: Done) -> bool:
+    """Whether Python itself was interrupted while it started."""
+    return _STARTING in done.err
 
 
 def _kind(name: str) -> str:
@@ -228,9 +234,9 @@ class Bench:
             killer.after = random.uniform(0, 1.1 * usual)
             killer.signals = tuple(random.choices(self.signals, k=random.choice([1, 1, 2])))
         done = run_limited(line, during=killer)
-        self.strict = bool(self.signals) and line[0] == COMMAND
-        if self.strict:
+        if self.signals and line[0] == COMMAND:
             _check_end(done, killer)
+        self.strict = bool(self.signals) and line[0] == COMMAND and "gpusnap recover" not in done.err
         if not wait_for(lambda: not self._behind(killer.before), seconds=_ENDING / 2):
             self._free(way)
             wait_for(lambda: not self._behind(killer.before), seconds=_ENDING / 2)
@@ -238,7 +244,7 @@ class Bench:
             raise Bad(f"{killer.killed} killed, and {going_on} still run after {_ENDING:g} s\n{describe()}")
         self.report.counts["killed"] += bool(killer.killed)
         self.report.counts[f"{way}: {'+'.join(sorted(set(killer.killed))) or 'none'} killed"] += 1
-        if done.code and not killer.root and (self.strict or not self.signals) and done.code > 0:
+        if done.code > 0 and not killer.root and (self.strict or not self.signals) and not _is_early(done):
             self.report.said[plain(checked_message(done))] += 1
         return done, killer
 

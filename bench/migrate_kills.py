@@ -40,11 +40,11 @@ from faulthost import (
 from host_state import describe
 from kills import NAME, Bench, signals_of
 from otherhost import SSH, OtherHost, other_host
-from support import good
+from support import good, podman
 
 VICTIMS = ("gpusnap", "gpusnap-runtime", "runtime", "criu", "podman")
 LINE = [COMMAND, "migrate", NAME, "ssh://gpu2", "--quiet", "--ssh", str(SSH)]
-_RESTORE = re.compile(r"gpusnap (restore \S+)|podman (container restore \S+)")
+_RESTORE = re.compile(r"gpusnap (restore \S+)|podman (container restore (?!was )\S+)")
 _WAITING = 60.0  # seconds for a gpusnap of the other host that works on
 
 
@@ -76,12 +76,13 @@ def is_there(other: OtherHost) -> bool:
 def migrate(bench: Bench, other: OtherHost) -> str:
     """Interrupt a migration; return what became of the container. Raises Bad."""
     line = LINE + random.choice([[], ["--precopy", "0"]])
-    init = bench.container.pid
     done, killer = bench.run("migrate", line)
     said = f"{done.err}\n{bench.recover()}\n{recover_there(other)}"
     said += "\n" + run_limited([COMMAND, "recover", "--list"]).err
     what = f"{line[2:]}, {killer.killed} after {killer.after:.2f} s, exit code {done.code}"
-    here, there = Path(f"/proc/{init}").exists(), is_there(other)
+    # With another PID, if it was brought back here.
+    here = podman("inspect", "--format", "{{.State.Status}}", NAME).out.strip() == "running"
+    there = is_there(other)
     if here and there:
         raise Bad(f"{what}: it runs on both hosts\n{said}")
     if done.code == 0 and not there:

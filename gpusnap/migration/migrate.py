@@ -255,10 +255,11 @@ class _Move:
         """Remove what is left here. Raises GpusnapError, and then keeps its note."""
         try:
             stays = unfinished.clear(self._note)
-        except GpusnapError as error:
-            raise GpusnapError(
+        except (GpusnapError, KeyboardInterrupt) as error:
+            interrupted = isinstance(error, KeyboardInterrupt | Interrupted)
+            raise (Interrupted if interrupted else GpusnapError)(
                 f"{self._found.name} was migrated to {self._to} and runs there, but its remains here "
-                f"cannot be removed: {error}",
+                f"cannot be removed: {_make_told_error(error)}",
                 hint="run gpusnap recover to try again",
                 code="GPS-824",
             ) from error

@@ -19,6 +19,7 @@ from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman, podman_command, podman_objects
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.base.stop_signals import handle_signals
+from gpusnap.runtime_shim.runtime.child_process import Child
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def test_an_interrupted_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
     def interrupt(*_: object) -> None:
         raise Interrupted
 
-    class Waiting(podman_command.Child):
+    class Waiting(Child):
         """Says when it is waited for."""
 
         def wait(self, timeout: float | None = None) -> int:

@@ -390,3 +390,19 @@ def test_its_remains(fake: FakePodman, other: OtherSide, host_store: Store, star
     assert (fake.calls()[-1] == f"rm {ID}") != started
     assert host_store.entries() == ()
     assert migrations.list_outgoing() == ()
+
+
+def test_an_interruption_while_its_remains_are_removed(
+    fake: FakePodman, other: OtherSide, host_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not said that the command can be run again: the container runs over there."""
+    monkeypatch.setattr(unfinished, "clear", lambda _: fail(KeyboardInterrupt())())
+    other.instead["restore"] = lambda: {"ok": {"container": "w", "containerId": ID}}
+    with pytest.raises(Interrupted) as raised:
+        migrate.migrate(
+            MigrationRequest(container="w", route=Route(to=Destination("gpu2")), ahead=0),
+            Progress(shown=False),
+        )
+    said = "w was migrated to gpu2 and runs there, but its remains here cannot be removed: interrupted"
+    assert raised.value.sentence().startswith(f"{said}; run gpusnap recover to try again")
+    assert [each.name for each in migrations.list_outgoing()] == ["w"]
