@@ -90,11 +90,14 @@ def ask_and_finish(*words: str) -> FinishedPodman:
     Killed, it would leave its runtime at work; left alone, it could be overtaken by what undoes it. It is
     left alone if it does not end within DYING seconds: it may wait for a lock.
     """
-    question = Question(*words)
+    question: Question | None = None
     try:
+        with put_off_signals():  # one that comes while it starts would have it killed (Child)
+            question = Question(*words)
         return question.answer()
     except BaseException:
-        question.wait_for_end()
+        if question is not None:
+            question.wait_for_end()
         raise
 
 

@@ -51,9 +51,9 @@ DURATIONS = Path(__file__).with_name("durations.json")
 UNIT_JOB = 90.0
 # Of a file that durations.json does not have: an integration test's is begun first, in case it is long.
 UNKNOWN_UNIT, UNKNOWN_INTEGRATION = 1.0, 1000.0
-# A job is ended after so many seconds and so many times its own: a slow machine takes two or three times as
-# long. Then it has some seconds to say where it was.
-_LIMIT, _TIMES, _LAST_WORDS = 600.0, 5.0, 60.0
+# A job is ended after so many seconds and so many times its own, of which no more than _LONG count: a slow
+# machine takes two or three times as long. Then it has some seconds to say where it was.
+_LIMIT, _TIMES, _LONG, _LAST_WORDS = 1200.0, 5.0, 300.0, 60.0
 _CORES = os.cpu_count() or 1
 # pytest's exit code where the options select no test of a file.
 NONE_SELECTED = 5
@@ -201,7 +201,7 @@ class Shards:
         return [sys.executable, *words, *report]
 
     def _run(self, job: Job) -> tuple[int, str]:
-        limit = _LIMIT + _TIMES * min(job.seconds, _LIMIT)
+        limit = _LIMIT + _TIMES * min(job.seconds, _LONG)
         return self._output(self._argv(job), env=environ(job), limit=limit)
 
     def _output(

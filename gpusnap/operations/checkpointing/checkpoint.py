@@ -473,8 +473,7 @@ def _show_as_running(found: podman.Container) -> Iterator[None]:
         yield
     finally:
         try:
-            with stop_signals.put_off_signals():
-                podman.pause(found.id)
+            podman.pause(found.id)
         except AlreadyPaused:  # Podman was interrupted before it did what go_on asks for
             pass
         except GpusnapError as error:  # its processes are stopped in any case, and the checkpoint can be made

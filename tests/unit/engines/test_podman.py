@@ -19,7 +19,6 @@ from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman, podman_command, podman_objects
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.base.stop_signals import handle_signals
-from gpusnap.runtime_shim.runtime.child_process import Child
 
 
 @pytest.fixture
@@ -247,19 +246,9 @@ def test_an_interrupted_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
     def interrupt(*_: object) -> None:
         raise Interrupted
 
-    class Waiting(Child):
-        """Says when it is waited for."""
-
-        def wait(self, timeout: float | None = None) -> int:
-            waited.touch()
-            return super().wait(timeout)
-
-    stand_in, waited, done = (tmp_path / name for name in ("podman", "waited", "done"))
-    stand_in.write_text(
-        f"#!/bin/sh\necho $$ >{tmp_path}/pid; until [ -e {waited} ]; do sleep 0.01; done; kill -TERM $PPID\n"
-        f"sleep {0.3 if ends else 60}; : >{done}\n"
-    )
-    monkeypatch.setattr(podman_command, "Child", Waiting)
+    stand_in, done = tmp_path / "podman", tmp_path / "done"
+    seconds = 0.3 if ends else 60
+    stand_in.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid; kill -TERM $PPID\nsleep {seconds}; : >{done}\n")
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     if not ends:
