@@ -32,8 +32,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # shell each send SIGHUP (setsid(2), bash(1)): the second must not interrupt the cleanup after the first.
 _SAME = 1.0
 _IMPORTS = "<frozen importlib._bootstrap>"
-# Where the standard library has callbacks of weak references: these files, and a function of
-# concurrent/futures/thread.py.
+# Where the standard library has callbacks of weak references: these files, and a function of its thread pool.
 _CALLBACKS = ("/weakref.py", "/_weakrefset.py")
 _SWALLOWING = ("__del__", "weakref_cb")
 # Exceptions that are being handled, one within the other, among which that of a deleted generator is sought.

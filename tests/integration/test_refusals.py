@@ -164,7 +164,8 @@ def test_disk_full_on_the_way(crun: None, small: Path, tmp_path: Path) -> None:
     wrapper.chmod(0o755)
     shimhost.write_settings(f'runtime = "{wrapper}"\n')
     text = sentence(_checkpoint(container, small))
-    assert "CRIU says: " in text or "No space left on device" in text
+    # Whose write is the first to fail: CRIU's, or the one of the GPU memory, which goes on beside it.
+    assert "CRIU says: " in text or "No space left on device" in text or " is full: " in text
     assert os.listdir(small) == ["other"]
     container.goes_on()
 

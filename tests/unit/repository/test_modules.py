@@ -47,6 +47,7 @@ COMMON = {
     "gpusnap.runtime_shim.base.errors",
     "gpusnap.runtime_shim.process.proc",
     "gpusnap.runtime_shim.base.question_process",
+    "gpusnap.runtime_shim.base.stop_signals",
     "gpusnap.runtime_shim.base.threads",
 }
 TRACING = "gpusnap.runtime_shim.process.ptrace"
