@@ -261,11 +261,7 @@ class Bench:
 
     def recover(self) -> str:
         """Run `gpusnap recover`, again if it must wait; return its output. Raises Bad."""
-        done = run_limited([COMMAND, "recover"])
-        end = time.monotonic() + _ENDING
-        while done.code and "working on" in done.err and time.monotonic() < end:
-            time.sleep(0.5)
-            done = run_limited([COMMAND, "recover"])
+        done = run_again(lambda: run_limited([COMMAND, "recover"]))
         if done.code:
             raise Bad(f"recover: {checked_message(done)}; open below /run/gpusnap: {_users_of_run()}")
         if self.strict and done.out.strip():
@@ -298,6 +294,14 @@ class Bench:
             if staged := [str(path) for path in (STORE / "staging").glob("*")]:
                 raise Bad(f"left in the store by {what}: {staged[:10]}")
             good(run_limited([COMMAND, "verify", "--all"]))
+
+
+def run_again(recover: Callable[[], Done]) -> Done:
+    """Run `gpusnap recover`, again while another gpusnap works on a container."""
+    end = time.monotonic() + _ENDING
+    while (done := recover()).code and "working on" in done.err and time.monotonic() < end:
+        time.sleep(0.5)
+    return done
 
 
 def signals_of(words: str) -> tuple[signal.Signals, ...]:

@@ -19,8 +19,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 from faulthost import (
@@ -38,14 +36,13 @@ from faulthost import (
     wait_for,
 )
 from host_state import describe
-from kills import NAME, Bench, signals_of
+from kills import NAME, Bench, run_again, signals_of
 from otherhost import SSH, OtherHost, other_host
 from support import good, podman
 
 VICTIMS = ("gpusnap", "gpusnap-runtime", "runtime", "criu", "podman")
 LINE = [COMMAND, "migrate", NAME, "ssh://gpu2", "--quiet", "--ssh", str(SSH)]
 _RESTORE = re.compile(r"gpusnap (restore \S+)|podman (container restore (?!was )\S+)")
-_WAITING = 60.0  # seconds for a gpusnap of the other host that works on
 
 
 def ticks_there(other: OtherHost) -> int:
@@ -58,11 +55,7 @@ def ticks_there(other: OtherHost) -> int:
 
 def recover_there(other: OtherHost) -> str:
     """Run `gpusnap recover` there, again while another gpusnap works; return its output. Raises Bad."""
-    end = time.monotonic() + _WAITING
-    done = other.run(COMMAND, "recover")
-    while done.code and "working on" in done.err and time.monotonic() < end:
-        time.sleep(0.5)
-        done = other.run(COMMAND, "recover")
+    done = run_again(lambda: other.run(COMMAND, "recover"))
     if done.code:
         raise Bad(f"recover there: {checked_message(done)}")
     return done.out.strip()
@@ -139,8 +132,7 @@ def main() -> int:
     for at, runtime in enumerate(runtimes):
         settings(runtime)
         bench = Bench(report, runtime, tuple(options.victims.split(",")), "", options.signals)
-        with suppress(FileNotFoundError):
-            shutil.rmtree(STORE)
+        shutil.rmtree(STORE, ignore_errors=True)
         with other_host((STORE,)):
             bench.begin()
             bench.measure("migrate", LINE)

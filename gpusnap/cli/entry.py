@@ -14,7 +14,6 @@ import os
 import sys
 
 _codes: list[int] = []
-_STOPPING = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 
 
 def main() -> int:
@@ -26,10 +25,11 @@ def main() -> int:
 
     garbage.look_seldom()
     from gpusnap.cli.main import main as run
+    from gpusnap.runtime_shim.base.stop_signals import STOPPING
 
     code = run()
     _codes.append(code)
-    for number in _STOPPING:
+    for number in STOPPING:
         if _signal.getsignal(number) != _signal.SIG_IGN:
             _signal.signal(number, _ignore_once)
     return code

@@ -256,13 +256,13 @@ class _Move:
         try:
             stays = unfinished.clear(self._note)
         except (GpusnapError, KeyboardInterrupt) as error:
-            interrupted = isinstance(error, KeyboardInterrupt | Interrupted)
-            raise (Interrupted if interrupted else GpusnapError)(
+            said = GpusnapError(
                 f"{self._found.name} was migrated to {self._to} and runs there, but its remains here "
                 f"cannot be removed: {_make_told_error(error)}",
                 hint="run gpusnap recover to try again",
                 code="GPS-824",
-            ) from error
+            )
+            raise _convert_after(error, said) from error
         if self._hung_up:
             unfinished.tell_settled(self._note)
         else:
@@ -307,10 +307,7 @@ class _Move:
 
     def _bring_back(self, error: BaseException) -> GpusnapError:
         """Restore the container here; return the error to raise."""
-        found = self._restore_here(error)
-        if isinstance(error, KeyboardInterrupt | Interrupted):
-            return Interrupted(str(found), hint=found.hint, code=found.code)
-        return found
+        return _convert_after(error, self._restore_here(error))
 
     def _restore_here(self, error: BaseException) -> GpusnapError:
         why = _make_told_error(error)
@@ -418,6 +415,13 @@ def _gpus(found: podman.Container, driver: Driver | None) -> list[GpuRecord]:
         for g in host.gpus
         if g.uuid in used
     ]
+
+
+def _convert_after(error: BaseException, said: GpusnapError) -> GpusnapError:
+    """Return what is said after an error, as an interruption if that was one: the exit code depends on it."""
+    if isinstance(error, KeyboardInterrupt | Interrupted):
+        return Interrupted(str(said), hint=said.hint, code=said.code)
+    return said
 
 
 def _make_told_error(error: BaseException) -> GpusnapError:

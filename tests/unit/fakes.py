@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 
 from gpusnap.oci.base.threads import Crew
+from gpusnap.runtime_shim.base.stop_signals import STOPPING, handle_signals
 from gpusnap.runtime_shim.base.transaction import Step
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, HeldFiles, Host, Node, ProcessState
@@ -123,6 +124,38 @@ def joining(thread: int) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class Signalled(Exception):
+    """A signal came."""
+
+
+@contextmanager
+def signals_raise(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
+    """Let these signals raise Signalled, as gpusnap has them raise: not where Python would swallow it."""
+
+    def come(*_: object) -> None:
+        raise Signalled
+
+    with handle_signals(come, numbers):
+        yield
+
+
+def signal_main_in(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, thread: str) -> None:
+    """Have the main thread get a SIGTERM when a method begins, where it waits for the thread that does.
+
+    `thread`: the beginning of that thread's name, if the method is one of threads.
+    """
+    real, main = getattr(owner, method), threading.main_thread().ident
+
+    def signalled(self: object) -> None:
+        if getattr(self, "name", thread).startswith(thread):
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGTERM)
+            threading.Event().wait(0.1)
+        real(self)
+
+    monkeypatch.setattr(owner, method, signalled)
 
 
 def uuid(number: int) -> str:

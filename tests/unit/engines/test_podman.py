@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 from fake_podman import ID, FakePodman
-from fakes import wait_for
+from fakes import Signalled, signals_raise, wait_for
 
 from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman, podman_command, podman_objects
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
-from gpusnap.runtime_shim.base.stop_signals import handle_signals
 
 
 @pytest.fixture
@@ -239,13 +238,6 @@ def test_one_that_is_not_paused(fake: FakePodman) -> None:
 @pytest.mark.parametrize("ends", [True, False])
 def test_an_interrupted_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """Podman has done it when the caller undoes it, unless it does not end; it is not killed."""
-
-    class Interrupted(Exception):
-        """By a signal."""
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
     stand_in, done = tmp_path / "podman", tmp_path / "done"
     seconds = 0.3 if ends else 60
     stand_in.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid; kill -TERM $PPID\nsleep {seconds}; : >{done}\n")
@@ -253,7 +245,7 @@ def test_an_interrupted_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     if not ends:
         monkeypatch.setattr(podman_command, "DYING", 0.2)
-    with handle_signals(interrupt), pytest.raises(Interrupted):
+    with signals_raise(), pytest.raises(Signalled):
         podman.pause(ID)
     assert done.exists() == ends
     if not ends:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import urllib3
-from fakes import joining, wait_for
+from fakes import Signalled, joining, signals_raise, wait_for
 
 from gpusnap.oci.base.errors import Cancelled
 from gpusnap.oci.layout.documents import Descriptor, Manifest
@@ -24,15 +24,10 @@ from gpusnap.oci.registry import client as client_module
 from gpusnap.oci.registry.client import Client
 from gpusnap.oci.registry.copy import push
 from gpusnap.oci.registry.repository import Repository
-from gpusnap.runtime_shim.base.stop_signals import handle_signals
 
 THREADS = 4
 # A registry has 60 s for an answer and 30 s for a connection, in each attempt.
 SOON = 20.0
-
-
-class _Signal(Exception):
-    """A signal came."""
 
 
 @pytest.fixture
@@ -75,16 +70,13 @@ def signalled(ready: Callable[[], bool]) -> Iterator[None]:
         wait_for(lambda: ready() and joining(main), "the wait for the registry")
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    def come(*_: object) -> None:
-        raise _Signal
-
     thread = threading.Thread(target=send, daemon=True)
     begun = time.monotonic()
-    # As gpusnap does: where it comes, a collection of garbage may call an object's __del__.
-    with handle_signals(come, (signal.SIGUSR1,)):
+    # Where it comes, a collection of garbage may call an object's __del__.
+    with signals_raise((signal.SIGUSR1,)):
         try:
             thread.start()
-            with pytest.raises(_Signal):
+            with pytest.raises(Signalled):
                 yield
             assert time.monotonic() - begun < SOON
         finally:

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import wait_for
+from fakes import Signalled, signal_main_in, signals_raise, wait_for
 
 from gpusnap.runtime_shim.base.errors import GpusnapError
-from gpusnap.runtime_shim.base.stop_signals import handle_signals
 from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
@@ -199,23 +198,9 @@ def test_a_guard_that_is_interrupted_while_it_begins(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None is left that nobody could end."""
-
-    class Interrupted(Exception):
-        """By a signal."""
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    def signalled(self: threading.Thread) -> None:
-        if self.name == "gpusnap-guard":
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-            threading.Event().wait(0.1)  # the main thread waits for this one to begin
-        begin(self)
-
-    begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", signalled)
+    signal_main_in(monkeypatch, threading.Thread, "_bootstrap_inner", "gpusnap-guard")
     stop([counters.pid], timeout=60)
-    with handle_signals(interrupt), pytest.raises(Interrupted):
+    with signals_raise(), pytest.raises(Signalled):
         Guard([counters.pid])
     assert not [each for each in threading.enumerate() if each.name == "gpusnap-guard"]
     go_on([counters.pid])

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import wait_for
+from fakes import Signalled, signal_main_in, signals_raise, wait_for
 
-from gpusnap.runtime_shim.base.stop_signals import handle_signals
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace.tracee import hold, state
@@ -74,14 +73,6 @@ def test_one_that_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) ->
             child.kill()
 
 
-class _Signal(Exception):
-    """A signal came."""
-
-
-def raise_signal(*_: object) -> None:
-    raise _Signal
-
-
 def is_unharmed(pid: int, blocked: str) -> bool:
     """Whether a process has its mask again, and nobody traces it."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -106,18 +97,9 @@ def stopped() -> Iterator[int]:
 def test_a_signal_while_it_starts_or_ends(stopped: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is ended all the same, and its threads have their masks again."""
     before, owner = find_mask(stopped), threading.Thread if where == "_bootstrap_inner" else Tracer
-    real, main = getattr(owner, where), threading.main_thread().ident
-
-    def signalled(self: object) -> None:
-        if getattr(self, "name", "gpusnap-tracer").startswith("gpusnap-tracer"):  # not another thread
-            assert main is not None
-            signal.pthread_kill(main, signal.SIGTERM)
-            threading.Event().wait(0.1)  # the main thread is in a wait for this one
-        real(self)
-
-    monkeypatch.setattr(owner, where, signalled)
-    with handle_signals(raise_signal):
-        with pytest.raises(_Signal), Tracer(stopped, [stopped], guard=False):
+    signal_main_in(monkeypatch, owner, where, "gpusnap-tracer")
+    with signals_raise():
+        with pytest.raises(Signalled), Tracer(stopped, [stopped], guard=False):
             pass
         assert is_unharmed(stopped, before)
     assert not [each for each in threading.enumerate() if each.name.startswith("gpusnap-tracer")]
@@ -135,6 +117,6 @@ def test_a_signal_while_a_thread_is_seized_or_released(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(ptrace, name, signalled)
-    with handle_signals(raise_signal), pytest.raises(_Signal), hold(stopped, stopped):
+    with signals_raise(), pytest.raises(Signalled), hold(stopped, stopped):
         pass
     assert is_unharmed(stopped, before)
