@@ -13,9 +13,12 @@ from gpusnap.engines.podman_command import PATIENCE, ask, sentence
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.settings import ANNOTATION_PREFIX
 
 # Bytes per second that Podman writes at least into a volume.
 _SLOWEST = 10 << 20
+# The label of volumes that are made from a checkpoint.
+_MADE = ANNOTATION_PREFIX + "made"
 
 
 def volumes() -> set[str]:
@@ -49,10 +52,20 @@ def list_created_with(container: Container) -> list[str]:
 
 
 def make_volume(name: str) -> None:
-    """Make an empty volume. Raises GpusnapError, also if there is one of that name."""
-    done = ask("volume", "create", "--", name)
+    """Make an empty volume, for `list_made`. Raises GpusnapError, also if there is one of that name."""
+    done = ask("volume", "create", "--label", f"{_MADE}=restore", "--", name)
     if done.code:
         raise GpusnapError(f"Podman cannot make the volume {name}: {sentence(done)}")
+
+
+def list_made() -> dict[str, str]:
+    """Return the volumes that `make_volume` has made, each with the directory of its files.
+
+    Raises GpusnapError.
+    """
+    words = ("volume", "ls", "--filter", f"label={_MADE}", "--format", "{{.Name}}\t{{.Mountpoint}}")
+    lines = podman.run_query(*words, wanted="its volumes").splitlines()
+    return {name: folder for name, _, folder in (line.partition("\t") for line in lines)}
 
 
 def fill_volume(name: str, tar: str) -> None:

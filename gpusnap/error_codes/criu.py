@@ -125,12 +125,11 @@ CODES = (
     ErrorCode(
         "GPS-518",
         "volume",
-        "A named volume of the container cannot be restored as it was. Podman already has some of the "
-        "container's volumes but not others, or lacks one whose files are not in the checkpoint, because "
-        "it was made with `--ignore-volumes`. Nothing was changed.",
-        "To restore all files from the checkpoint, remove the existing volumes (`podman volume rm`). To "
-        "use existing volumes as they are, and to start with empty ones for the others, give "
-        "`--ignore-volumes`.",
+        "A volume of the container cannot be restored as it was. Podman lacks one whose files are not in "
+        "the checkpoint, because it was made with `--ignore-volumes`; or gpusnap was killed while it "
+        "filled one from a checkpoint. Nothing was changed.",
+        "Create the missing volume, or give `--ignore-volumes` to start with an empty one. Remove one that "
+        "lacks files (`podman volume rm`): the next restore makes it again.",
     ),
     ErrorCode(
         "GPS-519",

@@ -325,9 +325,7 @@ class _Move:
                     code="GPS-824",
                 )
             place = locator.InStore(Store(last.store), last.digest)
-            again = RestoreRequest(
-                what=place, ignore_volumes=self._parameters.ignore_volumes, keep_volumes=True
-            )
+            again = RestoreRequest(what=place, ignore_volumes=self._parameters.ignore_volumes)
             restoring.restore(again, self._progress)
         except (Exception, KeyboardInterrupt) as failed:
             said = _make_told_error(failed)

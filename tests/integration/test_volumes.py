@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storehost import PLAIN, done, empty_store, gpusnap
+from storehost import COMMAND, PLAIN, done, empty_store, gpusnap
 from support import Container, good, podman, run, sentence
 
 from gpusnap.oci.store.store import Store
@@ -111,20 +115,43 @@ def test_left_out(store: Store, tmp_path: Path) -> None:
 
 
 def test_one_of_two(store: Store) -> None:
-    """Podman could only ignore both: nothing is begun."""
+    """Podman could only ignore both: the one that is missing is made from the checkpoint before."""
     filled("weights", "cache")
+    before = {each: sums(each) for each in ("weights", "cache")}
     container = start("w", "weights", "cache")
     good(gpusnap("checkpoint", "w", "--name", "one"))
     container.remove()
     good(run("podman", "volume", "rm", "cache"))
+    back = gpusnap("restore", "one")
+    good(back)
+    assert "the existing volume weights is used as it is" in back.err
+    assert "cache" not in back.err
+    container.goes_on()
+    assert {each: sums(each) for each in ("weights", "cache")} == before
+
+
+def test_killed_while_one_is_filled(store: Store) -> None:
+    """No restore uses what it left; the next one makes it anew, as the message says."""
+    filled("weights", "cache")
+    before = {each: sums(each) for each in ("weights", "cache")}
+    container = start("w", "weights", "cache")
+    good(gpusnap("checkpoint", "w", "--name", "one"))
+    container.remove()
+    good(run("podman", "volume", "rm", "cache"))
+    there = podman("volume", "inspect", "--format", "{{.Mountpoint}}", "weights").out.strip()
+    mark = os.path.join(os.path.dirname(os.path.dirname(there)), "cache", "_data", ".gpusnap-incomplete")
+    with subprocess.Popen([COMMAND, "restore", "one"], stderr=subprocess.DEVNULL) as killed:
+        deadline = time.monotonic() + 30
+        while not os.path.exists(mark) and killed.poll() is None:
+            assert time.monotonic() < deadline
+        os.kill(killed.pid, signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL
     said = sentence(gpusnap("restore", "one"))
-    assert said.startswith(
-        "Podman already has the volume weights of the container, but not the volume cache; "
-    )
-    assert volumes() == {"weights"}
-    good(run("podman", "volume", "rm", "weights"))
+    assert said.startswith("the volume cache lacks files: gpusnap was killed while it filled it")
+    good(run("podman", "volume", "rm", "cache"))
     good(gpusnap("restore", "one"))
     container.goes_on()
+    assert {each: sums(each) for each in ("weights", "cache")} == before
 
 
 def test_what_is_in_use(store: Store) -> None:

@@ -34,12 +34,13 @@ case "$1 $2" in
 "exec "*)
     [ ! -e $F/exec.sh ] || . $F/exec.sh
     exit;;
-"volume ls") cat $F/volumes; exit;;
+"volume ls") case "$3" in --filter) cat $F/made;; *) cat $F/volumes;; esac; exit;;
 "volume inspect") cat "$F/volume-$4.json"; exit;;
 "volume exists") grep -qx "$3" $F/volumes; exit;;
-"volume create") echo "$4" >>$F/volumes; echo "$4"; exit;;
-"volume import") cp "$5" "$F/filled-$4"; exit;;
-"volume rm") sed -i "/^$3$/d" $F/volumes; exit;;
+"volume create") mkdir "$F/files-$6"; echo "$6" >>$F/volumes; echo "$6"
+    printf '%s\t%s\n' "$6" "$F/files-$6" >>$F/made; exit;;
+"volume import") cp "$5" "$F/filled-$4"; cp "$5" "$F/files-$4/a"; exit;;
+"volume rm") sed -i "/^$3$/d" $F/volumes; sed -i "/^$3\t/d" $F/made; rm -rf "$F/files-$3"; exit;;
 "rm "*) rm $F/inspect.json; exit;;
 esac
 env >$F/env
@@ -68,7 +69,7 @@ class FakePodman:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir()
         self.folder = folder
-        for name in ("ids", "users", "volumes", "pods"):
+        for name in ("ids", "users", "volumes", "made", "pods"):
             (folder / name).touch()
         program = folder / "podman"
         program.write_text(_SCRIPT.format(folder=folder, id=ID))
@@ -157,6 +158,16 @@ class FakePodman:
         """That is what it says of a volume."""
         told = [{"Name": name, "CreatedAt": created, "Labels": labels}]
         (self.folder / f"volume-{name}.json").write_text(json.dumps(told))
+
+    def has_made(self, name: str, *files: str) -> Path:
+        """gpusnap has made this volume, and it has these files; the directory that they are in."""
+        folder = self.folder / f"files-{name}"
+        folder.mkdir()
+        for each in files:
+            (folder / each).touch()
+        with open(self.folder / "made", "a") as made:
+            made.write(f"{name}\t{folder}\n")
+        return folder
 
     def filled(self, name: str) -> bytes:
         """The tar that was unpacked into a volume."""

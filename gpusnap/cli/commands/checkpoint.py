@@ -274,8 +274,7 @@ def restore(
 
     A named volume that still exists in Podman is used as it is, with a note: no file in it is overwritten.
     The restored processes are not aware of changes since the checkpoint. Other volumes are created, with
-    their files from the checkpoint. If Podman has some of the volumes but not others, nothing is restored,
-    unless --ignore-volumes is given.
+    their files from the checkpoint, or empty if --ignore-volumes is given.
 
     A second copy next to the first one needs another name (--name) and other published ports (--publish), and
     gets another address. A container that was in a pod is restored into the same pod, or into another one

@@ -98,8 +98,6 @@ class RestoreRequest:
     publish: tuple[str, ...] = ()
     ignore_rootfs: bool = False
     ignore_volumes: bool = False
-    keep_volumes: bool = False
-    """Volumes that exist are this container's own; those that are missing are made from the checkpoint."""
     plain_http: bool = False
     not_migrated: bool = False
     """The caller has checked that the container runs on no host to which it was being migrated."""
@@ -204,9 +202,7 @@ class PodmanRestore:
 
     def _restore_archive(self, path: str) -> RestoredContainer:
         self.progress.stage(f"looking through {path}")
-        choice = volumes.choose(
-            _check_files(path), ignore=self.request.ignore_volumes, keep=self.request.keep_volumes
-        )
+        choice = volumes.choose(_check_files(path), ignore=self.request.ignore_volumes)
         try:
             return self._run(path, {}, choice)
         except GpusnapError as error:
@@ -252,7 +248,7 @@ class PodmanRestore:
         archive = os.path.join(folder, ARCHIVE)
         self.progress.stage("archive" if embed else "records")
         inside = volumes.find_in_artifact(found.artifact, layout)
-        choice = volumes.choose(inside, ignore=self.request.ignore_volumes, keep=self.request.keep_volumes)
+        choice = volumes.choose(inside, ignore=self.request.ignore_volumes)
         give_out(
             found.artifact,
             layout,

@@ -3,8 +3,7 @@
 Podman uses an existing volume as it is, or refuses, in the same way for all volumes of a container
 (`--ignore-volumes`). With that option, it creates missing volumes, empty (libpod, pkg/checkpoint and
 Container.restore). gpusnap overwrites no volume, and lets Podman create empty ones only on request. If only
-some of the volumes exist, it refuses; but it makes the others itself from the checkpoint of a container that
-has just stopped on this host, whose own the existing ones are.
+some of the volumes exist, it makes the others itself from the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.tar.archive import Entry
+from gpusnap.operations import lost_volumes
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.settings import ANNOTATION_PREFIX
 
-CODE = "GPS-518"
+CODE = lost_volumes.CODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +126,19 @@ def find_in_artifact(artifact: Artifact, blobs: Blobs) -> PodmanObjects:
         return find_objects(entries(file, where=f"the records {artifact.records.digest}"))
 
 
-def choose(found: PodmanObjects, *, ignore: bool, keep: bool = False) -> VolumeChoice:
-    """Decide what Podman does; `ignore`: leave all volumes as they are; `keep`: as in RestoreRequest.
+def choose(found: PodmanObjects, *, ignore: bool) -> VolumeChoice:
+    """Decide what Podman does; `ignore`: leave all volumes as they are.
 
-    Raises Refused if some of them would have to be restored from the checkpoint, and others not.
+    Raises Refused if Podman lacks a volume whose files are not in the checkpoint, or has only some of the
+    files of one.
     """
-    if ignore or not found.named:
-        return VolumeChoice(found, ignore)
-    known = podman_objects.volumes()
-    there = [name for name in found.named if name in known]
-    gone = [name for name in found.named if name not in known]
+    known = podman_objects.volumes() if found.named else set()
+    existing = [name for name in found.named if name in known]
+    filled = lost_volumes.find_filled(existing)
+    if ignore:
+        return VolumeChoice(found, ignore=True)
+    there = [name for name in existing if name in filled or name not in found.there]
+    gone = [name for name in found.named if name not in there]
     lost = [name for name in gone if name not in found.there]
     if lost:
         raise Refused(
@@ -144,16 +147,8 @@ def choose(found: PodmanObjects, *, ignore: bool, keep: bool = False) -> VolumeC
             "give --ignore-volumes to start with an empty one",
             code=CODE,
         )
-    if there and gone and not keep:
-        raise Refused(
-            f"Podman already has the {_volumes(there)} of the container, but not the {_volumes(gone)}",
-            hint=f"remove {_names(there)} (podman volume rm) to restore all from the checkpoint, or "
-            f"give --ignore-volumes to use {_names(there)} as it is, and start with an empty "
-            f"{_names(gone)}",
-            code=CODE,
-        )
     kept = {name: podman_objects.users_of(name) for name in there}
-    return VolumeChoice(found, bool(there), kept, tuple(gone) if there else ())
+    return VolumeChoice(found, bool(existing), kept, tuple(gone) if existing else ())
 
 
 def keep_volumes(choice: VolumeChoice) -> VolumeChoice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from pathlib import Path
@@ -73,6 +74,57 @@ def test_an_interruption_while_one_is_made(
     with pytest.raises(KeyboardInterrupt), lost_volumes.make(["cache"], archive):
         pytest.fail("restored")
     assert fake.volumes() == []
+
+
+@pytest.fixture
+def mark(fake: FakePodman) -> Path:
+    return fake.folder / "files-cache" / ".gpusnap-incomplete"
+
+
+def test_it_is_marked_while_it_is_filled(
+    fake: FakePodman, archive: str, mark: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks meanwhile finds the mark, locked."""
+    fill, found = podman_objects.fill_volume, []
+
+    def fill_meanwhile(name: str, tar: str) -> None:
+        with open(mark) as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fill(name, tar)
+        found.append(mark.exists())
+
+    monkeypatch.setattr(podman_objects, "fill_volume", fill_meanwhile)
+    with lost_volumes.make(["cache"], archive):
+        assert not mark.exists()
+    assert found == [True]
+
+
+def test_killed_while_it_is_filled(
+    fake: FakePodman, archive: str, mark: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark stays, free for the next one to see that nobody fills it."""
+
+    def fill(name: str, tar: str) -> None:
+        raise Killed("killed")
+
+    monkeypatch.setattr(podman_objects, "fill_volume", fill)
+    with pytest.raises(Killed), lost_volumes.make(["cache"], archive):
+        pytest.fail("restored")
+    assert fake.volumes() == ["cache"]
+    with open(mark) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_somebody_else_fills_it(fake: FakePodman, archive: str, mark: Path) -> None:
+    """It is left to them."""
+    fake.has_volumes("cache")
+    fake.has_made("cache", mark.name)
+    with (
+        pytest.raises(GpusnapError, match="the volume cache cannot be made from the checkpoint"),
+        lost_volumes.make(["cache"], archive),
+    ):
+        pytest.fail("restored")
+    assert fake.volumes() == ["cache"]
 
 
 def test_files_that_the_checkpoint_does_not_have(fake: FakePodman, archive: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import shutil
@@ -99,31 +100,61 @@ class TestWhatBecomesOfThem:
             for name in ("cache", "weights")
         )
 
-    def test_podman_has_one(self, fake: FakePodman, store: Store, tmp_path: Path, kind: str) -> None:
-        """Podman can only ignore all or none: nothing is begun, but on demand."""
-        fake.has_volumes("cache")
-        what = place(kind, an_archive(tmp_path, "cache", "weights"), store)
-        with pytest.raises(GpusnapError) as raised:
-            restored(what)
-        assert raised.value.sentence() == (
-            "Podman already has the volume cache of the container, but not the volume weights; remove "
-            "cache (podman volume rm) to restore all from the checkpoint, or give --ignore-volumes to use "
-            "cache as it is, and start with an empty weights [GPS-518]"
-        )
-        assert fake.calls() == []
-
-    def test_one_is_its_own(
+    def test_podman_has_one(
         self, fake: FakePodman, store: Store, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The container has just stopped here: the other one is made from the checkpoint before."""
+        """Podman can only ignore all or none: the other one is made from the checkpoint before."""
         fake.has_volumes("cache")
         what = place(kind, an_archive(tmp_path, "cache", "weights"), store)
-        restored(what, keep_volumes=True)
+        restored(what)
         assert fake.calls()[-1].endswith(" --ignore-volumes")
         assert fake.volumes() == ["cache", "weights"]
         assert fake.filled("weights") == DATA["weights"]
         assert capsys.readouterr().err.count("[GPS-521]") == 1
         assert not (fake.folder / "filled-cache").exists()
+
+    @pytest.mark.parametrize("ignore", [False, True])
+    @pytest.mark.parametrize("alive", [False, True])
+    def test_one_lacks_files(
+        self, fake: FakePodman, store: Store, tmp_path: Path, kind: str, alive: bool, ignore: bool
+    ) -> None:
+        """It is not used, not even on request: gpusnap was killed while it filled it, or still does."""
+        fake.has_volumes("cache", "weights")
+        mark = fake.has_made("cache", ".gpusnap-incomplete", "half") / ".gpusnap-incomplete"
+        what = place(kind, an_archive(tmp_path, "cache", "weights"), store)
+        with open(mark) as file:
+            fcntl.flock(file, fcntl.LOCK_EX if alive else fcntl.LOCK_UN)
+            with pytest.raises(GpusnapError) as raised:
+                restored(what, ignore_volumes=ignore)
+        killed = (
+            "the volume cache lacks files: gpusnap was killed while it filled it from a checkpoint; podman "
+            "volume rm cache removes it, and the next restore makes it again; or complete its files, and "
+            f"remove {mark} [GPS-518]"
+        )
+        said = "another gpusnap restore is filling the volume cache; wait until it has ended [GPS-518]"
+        assert raised.value.sentence() == (said if alive else killed)
+        assert fake.calls() == []
+        mark.unlink()
+        restored(what)
+        assert not (fake.folder / "filled-cache").exists()
+
+    def test_one_was_never_filled(self, fake: FakePodman, store: Store, tmp_path: Path, kind: str) -> None:
+        """gpusnap was killed just when it had made it: its files come from the checkpoint, as all others."""
+        fake.has_volumes("cache")
+        fake.has_made("cache")
+        restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
+        assert fake.volumes() == ["cache", "weights"]
+        assert {name: fake.filled(name) for name in DATA} == DATA
+        assert fake.calls()[-1].endswith(" --ignore-volumes")
+
+    def test_one_was_never_filled_and_the_checkpoint_has_none(
+        self, fake: FakePodman, store: Store, tmp_path: Path, kind: str
+    ) -> None:
+        """Then it is used as it is, like any other that is there."""
+        fake.has_volumes("cache", "weights")
+        fake.has_made("cache")
+        restored(place(kind, an_archive(tmp_path), store))
+        assert fake.calls()[-1].endswith(" --ignore-volumes")
 
     def test_an_empty_one_on_request(self, fake: FakePodman, store: Store, tmp_path: Path, kind: str) -> None:
         """Podman makes it then."""
@@ -139,7 +170,7 @@ class TestWhatBecomesOfThem:
         fake.has_volumes("cache")
         fake.fails("Error: no such device")
         with pytest.raises(GpusnapError, match="no such device"):
-            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store), keep_volumes=True)
+            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
         assert fake.volumes() == ["cache"]
 
     def test_the_checkpoint_has_none(
@@ -209,7 +240,7 @@ class TestWhatBecomesOfThem:
             "volumes\n"
         )
         with pytest.raises(GpusnapError, match="Podman already has a volume cache"):
-            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store), keep_volumes=True)
+            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
         assert fake.volumes() == ["cache"]
 
 
