@@ -175,6 +175,17 @@ CODES = (
         "remove the container together with its checkpoint.",
     ),
     ErrorCode(
+        "GPS-219",
+        "shared-gpus",
+        "Another process uses a GPU of a job of several ranks (NCCL), and the job is to run on after its "
+        "checkpoint. NVIDIA's driver does not interrupt the kernels of a process that it has restored. A "
+        "kernel that waits for another rank for more than 4 s would keep the other process from the GPU, "
+        "and the driver would then end the rank (Xid 109).",
+        "Stop the other process, or make the checkpoint without `--leave-running` and restore the job on "
+        "GPUs of its own. If no rank ever waits so long: `gpusnap checkpoint --force`, or "
+        "`nvidia.allow-nccl`. See docs/gpus.md#gpus-that-are-shared.",
+    ),
+    ErrorCode(
         "GPS-225",
         "does-not-stop",
         "A thread of the container cannot be stopped in time, or the kernel does not report in time what "

@@ -88,6 +88,7 @@ from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight import shared_gpus
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 
@@ -238,6 +239,8 @@ def _inspect(job: CheckpointJob) -> None:
     preflight.check_states(found)
     preflight.check_complete(job.container, job.processes(), list(found))
     preflight.refuse_shared(list(found), job.settings.nvidia, job.host)
+    if job.call.leave_running and job.remover is None:
+        shared_gpus.refuse_ranks_beside_others(job.driver, job.processes(), list(found), job.settings.nvidia)
     if job.driver.plugin is None and found:
         allow = partial(device_access.update, job.real, job.container)
         device_access.check(job.container.pid, job.container.id, job.nodes, allow)

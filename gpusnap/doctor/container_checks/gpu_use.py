@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles, plugi
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, find_users, record
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
-from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.preflight import shared_gpus, space
 
 Use = Mapping[Process, Record]
 """The GPUs of each process that has GPU state, with its bytes there."""
@@ -124,6 +124,12 @@ def _list_checks(
             "no GPU memory is shared in a way that cannot be restored (NCCL, CUDA IPC)",
             lambda: preflight.refuse_shared(list(used), looking, driver.host()),
             "allowed by nvidia.allow-nccl" if settings.nvidia.allow_nccl else "",
+        ),
+        _Asked(
+            "shared GPUs",
+            "",
+            lambda: shared_gpus.refuse_ranks_beside_others(driver, of.processes, list(used), looking),
+            "a checkpoint without --leave-running is possible",
         ),
         _Asked(
             "CRIU plugin",

@@ -106,12 +106,27 @@ def find_sharing(users: Sequence[proc.Process], host: Host) -> Sharing | None:
     )
 
 
+def is_job(users: Sequence[proc.Process]) -> bool:
+    """Return whether some of these GPU processes have ranks whose kernels wait for other ranks."""
+    ranks = _find_ranks(users)
+    return (
+        _has_several(ranks)
+        or any(len(held) > 1 for held in ranks.values())
+        or any(_is_old_rank(process.pid) for process in users if process not in ranks)
+    )
+
+
+def _find_ranks(users: Sequence[proc.Process]) -> dict[proc.Process, frozenset[int]]:
+    """Return the processes that have ranks, with these."""
+    return {process: held for process in users if (held := _ranks(process.pid))}
+
+
 def _capability(gpu: Gpu) -> tuple[int, ...]:
     return tuple(int(part) for part in gpu.compute_capability.split(".") if part.isdecimal())
 
 
 def _find_nccl_sharing(users: Sequence[proc.Process], wanted: Mapping[str, str]) -> Sharing | None:
-    ranks = {process: held for process in users if (held := _ranks(process.pid))}
+    ranks = _find_ranks(users)
     old = [process for process in users if process not in ranks and _is_old_rank(process.pid)]
     suspects = [*(ranks if _has_several(ranks) else ()), *old]
     for process in suspects:

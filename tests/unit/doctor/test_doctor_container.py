@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Nvidia, Settings, Store
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
-from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.preflight import nccl, space
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 from gpusnap.runtime_shim.snapshot.records import suspensions
 
@@ -165,6 +166,19 @@ def test_shared_memory_that_is_allowed(
         assert check.says.endswith("; allowed by nvidia.allow-nccl") is allow
         assert check.todo.startswith("run it with NCCL_P2P_DISABLE=1")
         assert ("--force" in check.todo) is not allow
+
+
+def test_ranks_beside_others(
+    subject: Subject, driver: FakeDriver, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a checkpoint after which they run on is refused."""
+    driver.use(family.pids[0], memory=MIB)
+    driver.used[os.getpid()] = MIB
+    monkeypatch.setattr(nccl, "is_job", lambda users: True)
+    check = by_name(container.checks(subject, driver))["shared GPUs"]
+    assert check.verdict.value == "warning"
+    assert check.says.endswith("; a checkpoint without --leave-running is possible")
+    assert check.todo == "stop the other process, or make the checkpoint without --leave-running"
 
 
 @pytest.mark.parametrize(("namespace", "folder"), [("default", "TMPDIR"), ("k8s.io", "/var/lib/containerd")])

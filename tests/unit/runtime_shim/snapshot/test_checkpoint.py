@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.snapshot import checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes.job import CheckpointJob
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
-from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.preflight import nccl, space
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 from gpusnap.runtime_shim.snapshot.records import reservations
 
@@ -168,6 +168,21 @@ def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(proc.is_running(pid) for pid in pids)
     assert scene.all_running()
     assert [step.name for step in whole(scene).timing][-3:] == ["resume", "write", "sync"]
+
+
+@pytest.mark.parametrize("options", [(), ("--leave-running",)], ids=["stop", "leave running"])
+def test_ranks_beside_others(scene: Scene, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
+    """They would run on beside another process, after the driver has restored them: refused, untouched."""
+    scene.gpu_processes(2)
+    monkeypatch.setattr(nccl, "is_job", lambda users: True)
+    scene.driver.used[os.getpid()] = 1 << 20
+    done = scene.checkpoint(*options)
+    if not options:
+        assert done.code == 0
+        return
+    assert done.sentence().endswith("or set nvidia.allow-nccl [GPS-219]")
+    assert scene.driver.of("lock") == []
+    assert scene.all_running()
 
 
 def test_leave_running_and_resume_fails(scene: Scene) -> None:

@@ -238,3 +238,14 @@ def test_a_word_at_a_seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_that_is_gone() -> None:
     """A process that ended meanwhile shares nothing."""
     assert nccl.find_sharing([proc.Process(1 << 22, (1 << 22,), "gone", (), 1)], host()) is None
+
+
+@pytest.mark.parametrize(
+    ("held", "job"),
+    [([(0,), (1,)], True), ([(0, 1)], True), ([(0,)], False), ([(0,), (0,)], False), ([()], False)],
+)
+def test_a_job(ranks: Ranks, held: list[tuple[int, ...]], job: bool) -> None:
+    """Several ranks, in one process or in several, and with every setting of NCCL."""
+    for each in held:
+        ranks.add(*each, **SAFE)
+    assert nccl.is_job(ranks.found) == job
