@@ -16,10 +16,12 @@ import gpuhost
 import pytest
 import waiting
 from conftest import SRC
+from holding import held
 from storehost import COMMAND, done, gpusnap
 from support import (
     DEADLINE,
     GPUS_CONF,
+    RUNTIME,
     STATE,
     Container,
     faults,
@@ -249,6 +251,44 @@ def test_no_room_on_the_gpu(small_gpus: None) -> None:
     other.remove()
     resumed(container)
     nothing_left()
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["for a moment", "for good"])
+def test_somebody_takes_the_memory_during_a_checkpoint(
+    small_gpus: None, tmp_path: Path, for_good: bool
+) -> None:
+    """The driver is not asked to restore what has no room, which could end it: gpusnap waits, or says so."""
+    container = Container.start("w", "--mib", "32", gpus=("0",))
+    line, image = [RUNTIME, "checkpoint", "--leave-running"], tmp_path / "image"
+    line += ["--image-path", str(image), "--work-path", str(tmp_path), container.id]
+    with (
+        held(tmp_path, "crun", "checkpoint", "") as runtime,
+        subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as shim,
+    ):
+        until(runtime.met, "the dump")
+        other = Container.start("other", "--mib", "32", gpus=("0",))
+        runtime.let_go()
+        until(lambda: is_waiting_for_room(tmp_path, shim), "the end of the dump")
+        if not for_good:
+            other.remove()
+        said = shim.communicate(timeout=60)[1]
+    if not for_good:
+        assert (shim.returncode, "free memory" in said) == (0, False), said
+        container.goes_on()
+        return
+    assert shim.returncode != 0
+    assert "GPU 0 has only 1" in said
+    assert f"the checkpoint in {image} is complete" in said
+    other.goes_on()
+    other.remove()
+    assert f"{container.name}" in good(gpusnap("recover", container.id))
+    container.goes_on()
+
+
+def is_waiting_for_room(folder: Path, shim: subprocess.Popen[str]) -> bool:
+    """Whether CRIU has dumped the container, so that its GPU state comes next; or gpusnap has ended."""
+    log = folder / "dump.log"
+    return shim.poll() is not None or (log.exists() and "Dumping finished successfully" in log.read_text())
 
 
 @pytest.mark.parametrize("real", ["runc"], indirect=True)

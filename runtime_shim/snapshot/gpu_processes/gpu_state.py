@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, Refused
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu import estimate_used, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
-from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused
+from gpusnap.runtime_shim.gpu.api.errors import (
+    DriverFailed,
+    GpuOutOfMemory,
+    NotInitialized,
+    PermissionRefused,
+)
 from gpusnap.runtime_shim.gpu.api.parallel import Outcome, run_at_once
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
 # A restore can fail for a temporary reason, for example if another process uses the memory at that moment.
 # Giving up would leave the container suspended, so it is tried several times.
 _ATTEMPTS = 4
+# Seconds to wait for memory that another process has taken on a GPU meanwhile, and between looks at it.
+_ROOM, _LOOK = 10.0, 0.2
 # How often gpusnap asks a driver that no longer knows a process, and the seconds in between.
 _ASKED, _BETWEEN = 4, 0.4
 _PAUSE = 0.5
@@ -40,6 +48,9 @@ _STOPPING = 10.0
 
 
 Pairs = Sequence[tuple[str, str]]
+"""(old UUID, new UUID) of a process that moves."""
+Needs = Sequence[tuple[str, int]]
+"""(UUID, bytes) that must be free on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +210,14 @@ def resume(
     pages: Pages,
     *,
     pairs: Mapping[int, Pairs] = MappingProxyType({}),
+    needs: Mapping[int, Needs] = MappingProxyType({}),
     right: Callable[[int], object] = int,
     let_go: Callable[[int], object] | None = None,
 ) -> None:
     """Restore every suspended process, let it continue, and unlock it; all at once, without ended ones.
 
-    `pairs`: (old UUID, new UUID) by PID, for processes that move to other GPUs. `right` is called with the
+    `pairs`: (old UUID, new UUID) by PID, for processes that move to other GPUs. `needs`: (UUID, bytes) by PID
+    that must be free on a GPU before the driver is asked, where that is known. `right` is called with the
     PID after the driver's restore of each process; if it raises an exception, the process does not continue.
     With `let_go`, stopped processes are unlocked and stay stopped: it is called with the PID instead of a
     SIGCONT. Raises a GpusnapError after everything that could be resumed has been. A process that the driver
@@ -217,11 +230,16 @@ def resume(
             time.sleep(_PAUSE * attempt)
         lacking = pages.give_back(waiting)
         ready = [pid for pid in waiting if pid not in lacking]
+        look = pages.check_signals
+        crowded = _wait_for_room(driver, needs, ready, 0 if attempt else _ROOM, look)
+        ready = [pid for pid in ready if pid not in crowded]
         bring_back = partial(_bring_back, driver, pages, pairs, right, let_go)
-        outcome = run_at_once(bring_back, ready, look=pages.check_signals)
+        outcome = run_at_once(bring_back, ready, look=look)
         # There is nothing to restore for a process that has ended meanwhile.
         errors = {
-            pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if not proc.is_dying(pid)
+            pid: error
+            for pid, error in (*lacking.items(), *crowded.items(), *outcome.errors.items())
+            if not proc.is_dying(pid)
         }
         waiting, failure = list(errors), _catch_error(Outcome(outcome.results, errors).raise_first)
         if not lacking and all(isinstance(error, ImageError) for error in errors.values()):
@@ -236,6 +254,58 @@ def resume(
     )
     if failure is not None:
         raise failure
+
+
+def _wait_for_room(
+    driver: Driver,
+    needs: Mapping[int, Needs],
+    pids: Sequence[int],
+    seconds: float,
+    look: Callable[[], object],
+) -> dict[int, GpusnapError]:
+    """Wait until GPUs have the free memory for suspended processes; return the errors of the others.
+
+    The driver is not asked for those. After a restore that failed for lack of memory, NVIDIA's driver cannot
+    restore a process any more, even if there is enough (github.com/NVIDIA/cuda-checkpoint/issues/44, driver
+    580.95). What cannot be determined here, the driver reports when it is asked.
+    """
+
+    def is_taken(pid: int) -> bool:
+        try:
+            return is_suspended(driver, pid)
+        except GpusnapError:
+            return False
+
+    wanted = {pid: needs[pid] for pid in pids if needs.get(pid) and is_taken(pid)}
+    deadline = time.monotonic() + seconds
+    while (found := _find_crowded(driver, wanted)) and time.monotonic() < deadline:
+        look()
+        time.sleep(_LOOK)
+    return found
+
+
+def _find_crowded(driver: Driver, wanted: Mapping[int, Needs]) -> dict[int, GpusnapError]:
+    """Return the errors of the processes that want more memory of a GPU, all together, than it has free."""
+    errors: dict[int, GpusnapError] = {}
+    try:
+        gpus = driver.host().gpus if wanted else ()
+    except GpusnapError:
+        return errors
+    for gpu in gpus:
+        here = {pid: sum(size for uuid, size in each if uuid == gpu.uuid) for pid, each in wanted.items()}
+        need, free = sum(here.values()), max(0, gpu.memory_total - gpu.memory_used)
+        if need > free:
+            errors |= {
+                pid: GpuOutOfMemory(
+                    f"GPU {gpu.index} has only {human(free)} of free memory, and the container needs "
+                    f"{human(need)} to continue: another process has taken it meanwhile",
+                    hint="free memory there; nvidia-smi shows who uses it",
+                    pid=pid,
+                )
+                for pid, size in here.items()
+                if size
+            }
+    return errors
 
 
 def _bring_back(

@@ -252,8 +252,13 @@ def resume_all(job: CheckpointJob) -> None:
     _leave_alone(job)
     # Only those that were stopped. After a failed lock, all of them run, and must continue to run.
     job.guard = Guard([pid for pid in job.records if proc.is_still(pid)])
+    needs = {
+        pid: [(uuid, used) for uuid, used in each.gpus if uuid not in each.unknown]
+        for pid, each in job.records.items()
+    }
+    right = partial(_check_process, job)
     try:
-        resume(job.driver, list(job.records), job.pages, right=partial(_check_process, job), let_go=let_go)
+        resume(job.driver, list(job.records), job.pages, needs=needs, right=right, let_go=let_go)
     finally:
         _leave_alone(job)
         _note_calls(job)

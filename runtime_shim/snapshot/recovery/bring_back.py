@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.snapshot.gpu_processes.driver_calls import let_finish
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs, is_suspended, resume
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Needs, Pairs, is_suspended, resume
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
@@ -43,19 +43,20 @@ def bring_back(
     *,
     check: Callable[[], object] = tuple,
     pairs: Mapping[int, Pairs] = MappingProxyType({}),
+    needs: Mapping[int, Needs] = MappingProxyType({}),
     loaded: Mapping[int, Sequence[Area]] = MappingProxyType({}),
     interrupt: Callable[[], object] = tuple,
     cut_off: bool = True,
 ) -> tuple[JournalProcess, ...]:
     """Let the living GPU processes of an entry run with their GPU state; return them.
 
-    `let_go` and `pairs`: as in `gpu_state.resume`. `loaded`: files with everything that the layout has of a
-    process, by PID. `interrupt`: as for `transfer.fill`; none of them has its GPU state back then. `cut_off`:
-    a gpusnap was killed that may have been working on the processes, so the driver may still be working, and
-    other processes may be stopped because of it. `check` may refuse before any of them gets GPU state back,
-    and may ask for the host's GPUs: the driver's thread of a process that was stopped in the middle of its
-    work may hold what is needed for the answer, until it has ended that work. Raises GpusnapError after doing
-    everything that could be done.
+    `let_go`, `pairs` and `needs`: as in `gpu_state.resume`. `loaded`: files with everything that the layout
+    has of a process, by PID. `interrupt`: as for `transfer.fill`; none of them has its GPU state back then.
+    `cut_off`: a gpusnap was killed that may have been working on the processes, so the driver may still be
+    working, and other processes may be stopped because of it. `check` may refuse before any of them gets GPU
+    state back, and may ask for the host's GPUs: the driver's thread of a process that was stopped in the
+    middle of its work may hold what is needed for the answer, until it has ended that work. Raises
+    GpusnapError after doing everything that could be done.
     """
     held_threads.unblock_signals(entry.key)
     if cut_off:
@@ -79,7 +80,8 @@ def bring_back(
             entry, [p for p in stopped if is_suspended(driver, p.pid)], settings, loaded, interrupt
         )
         pids = [process.pid for process in there if process.pid not in lacking]
-        resume(driver, pids, Pages(), pairs=pairs, right=partial(_check_process, entry, guard), let_go=let_go)
+        right = partial(_check_process, entry, guard)
+        resume(driver, pids, Pages(), pairs=pairs, needs=needs, right=right, let_go=let_go)
     finally:
         guard.stop_watching()
     for error in lacking.values():

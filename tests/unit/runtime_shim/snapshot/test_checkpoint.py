@@ -28,6 +28,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.run import invoke
 from gpusnap.runtime_shim.settings import Nvidia
 from gpusnap.runtime_shim.snapshot import checkpoint
+from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
 from gpusnap.runtime_shim.snapshot.gpu_processes.job import CheckpointJob
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
@@ -207,6 +208,23 @@ def test_leave_running_and_resume_fails_for_a_moment(scene: Scene) -> None:
     assert scene.all_running()
     assert scene.driver.of("restore").count(pids[0]) == 3
     assert scene.driver.of("restore").count(pids[1]) == 1
+
+
+def test_leave_running_and_somebody_takes_the_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is not asked to restore what has no room; the message says how the container continues."""
+    monkeypatch.setattr(gpu_state, "_ROOM", 0.0)
+    (pid,) = scene.gpu_processes(1)
+    (free,) = scene.driver.gpus
+
+    def take(_: int) -> None:
+        scene.driver.gpus = (replace(free, memory_used=free.memory_total - (1 << 20)),)
+
+    scene.driver.when("checkpoint", take, pid)
+    sentence = scene.checkpoint("--leave-running").sentence()
+    assert "GPU 0 has only 1.0 MiB of free memory, and the container needs 3.0 MiB to continue" in sentence
+    assert f"the checkpoint in {scene.image} is complete" in sentence
+    assert scene.driver.of("restore") == []
+    assert len(whole(scene).processes) == 1
 
 
 def test_leave_running_with_two_failures(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,15 @@ import pytest
 from fakes import FakeDriver, Family, gpu, uuid, wait_for
 
 from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Refused
-from gpusnap.runtime_shim.gpu.api.driver import ProcessState
-from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError, NotInitialized, PermissionRefused
+from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import (
+    DriverFailed,
+    GpuBusy,
+    GpuError,
+    GpuOutOfMemory,
+    NotInitialized,
+    PermissionRefused,
+)
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
@@ -121,6 +128,70 @@ def test_resume_passes_the_pairs(family: Family, driver: FakeDriver) -> None:
     pairs = {pids[0]: ((uuid(0), uuid(1)),), pids[1]: ((uuid(0), uuid(1)), (uuid(1), uuid(0)))}
     resume(driver, pids, Pages(), pairs=pairs)
     assert driver.pairs == {**pairs, pids[2]: ()}
+
+
+def crowd(driver: FakeDriver, *free: int) -> None:
+    """Have that much memory free on each GPU."""
+    driver.gpus = tuple(gpu(at, used=gpu(at).memory_total - bytes_free) for at, bytes_free in enumerate(free))
+
+
+def test_resume_where_there_is_no_room(
+    family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is not asked: it could not restore the process any more. Others run on."""
+    monkeypatch.setattr(gpu_state, "_ROOM", 0.0)
+    crowd(driver, 5 << 20, 5 << 20)
+    pids = [driver.use(family.spawn(), state=CHECKPOINTED) for _ in range(3)]
+    stop(pids, timeout=60)
+    needs = {pids[0]: [(uuid(0), 3 << 20)], pids[1]: [(uuid(0), 3 << 20)], pids[2]: [(uuid(1), 3 << 20)]}
+    with pytest.raises(
+        GpuOutOfMemory, match=r"GPU 0 has only 5\.0 MiB of free memory, and .* needs 6\.0 MiB"
+    ):
+        resume(driver, pids, Pages(), needs=needs)
+    assert driver.of("restore") == [pids[2]]
+    assert [driver.states[pid] for pid in pids] == [CHECKPOINTED, CHECKPOINTED, RUNNING]
+    assert [proc.is_stopped(pid) for pid in pids] == [True, True, False]
+    crowd(driver, 6 << 20, 0)
+    resume(driver, pids, Pages(), needs=needs)
+    assert [driver.states[pid] for pid in pids] == [RUNNING] * 3
+
+
+def test_resume_waits_for_room(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process has taken for a moment."""
+    monkeypatch.setattr(gpu_state, "_LOOK", 0.0)
+    crowd(driver, 1 << 20)
+    pid = driver.use(family.spawn(), state=CHECKPOINTED)
+    looks: list[int] = []
+    ask = driver.host
+
+    def look() -> Host:
+        looks.append(len(driver.of("restore")))
+        if len(looks) == 3:
+            crowd(driver, 3 << 20)
+        return ask()
+
+    monkeypatch.setattr(driver, "host", look)
+    resume(driver, [pid], Pages(), needs={pid: [(uuid(0), 3 << 20)]})
+    assert looks == [0] * 3
+    assert driver.of("restore") == [pid]
+
+
+@pytest.mark.parametrize("operation", ["host", "state"])
+def test_resume_where_room_cannot_be_determined(family: Family, driver: FakeDriver, operation: str) -> None:
+    """Then the driver is asked."""
+    crowd(driver, 1 << 20)
+    pid = driver.use(family.spawn(), state=CHECKPOINTED)
+    driver.fail(operation, None, GpuBusy("it does not respond"), times=1)
+    resume(driver, [pid], Pages(), needs={pid: [(uuid(0), 3 << 20)]})
+    assert driver.of("restore") == [pid]
+
+
+def test_resume_of_one_that_was_not_suspended(family: Family, driver: FakeDriver) -> None:
+    """It has its memory."""
+    crowd(driver, 0)
+    pid = driver.use(family.spawn(), state=LOCKED)
+    resume(driver, [pid], Pages(), needs={pid: [(uuid(0), 3 << 20)]})
+    assert driver.states[pid] is RUNNING
 
 
 def test_resume_leaves_out_the_dead(family: Family, driver: FakeDriver) -> None:
