@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 
@@ -81,12 +82,26 @@ def bring_back(
         )
         pids = [process.pid for process in there if process.pid not in lacking]
         right = partial(_check_process, entry, guard)
+        needs = needs or _list_least_needs(driver, there)
         resume(driver, pids, Pages(), pairs=pairs, needs=needs, right=right, let_go=let_go)
     finally:
         guard.stop_watching()
     for error in lacking.values():
         raise error
     return there
+
+
+def _list_least_needs(driver: Driver, there: Iterable[JournalProcess]) -> dict[int, Needs]:
+    """Return what processes with one GPU need there at least: the memory that was taken out of them."""
+    needs: dict[int, Needs] = {}
+    for process in there:
+        with suppress(GpusnapError):
+            visible = driver.list_visible(process.pid)
+            if len(visible) == 1:
+                staged = sum(each.size for each in process.staged)
+                stored = sum(region.table.size for region in process.regions)
+                needs[process.pid] = [(visible[0], max(staged, stored))]
+    return needs
 
 
 def _check_process(entry: Entry, guard: Guard, pid: int) -> None:

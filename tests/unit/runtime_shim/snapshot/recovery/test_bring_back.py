@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from fakes import FakeDriver
+from fakes import FakeDriver, gpu, uuid
 
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
@@ -82,3 +82,22 @@ def test_a_process_that_ends_meanwhile(
     held = replace(entry, processes=(replace(process, staged=(region,)),))
     with nullcontext() if ends else pytest.raises(GpusnapError, match="no longer has a mapping"):
         bring_back.bring_back(held, FakeDriver(), Memory(), None, cut_off=False)
+
+
+@pytest.mark.parametrize(("gpus", "known"), [(1, True), (2, False)])
+def test_what_a_process_needs_at_least(
+    entry: Entry, done: list[str], monkeypatch: pytest.MonkeyPatch, gpus: int, known: bool
+) -> None:
+    """As much as was taken out of it, if it sees one GPU: the driver is not asked before that is free."""
+    asked: list[dict[int, list[tuple[str, int]]]] = []
+    monkeypatch.setattr(bring_back, "resume", lambda *_, needs, **__: asked.append(needs))
+    [process] = entry.processes
+    staged = tuple(StagedRegion("/dev/shm/a", at << 32, at << 20) for at in (1, 2))
+    held = replace(entry, processes=(replace(process, staged=staged),))
+    driver = FakeDriver(gpus=tuple(gpu(at) for at in range(gpus)))
+    driver.use(process.pid)
+    bring_back.bring_back(held, driver, Memory(), None, cut_off=False)
+    assert asked == [{process.pid: [(uuid(0), 3 << 20)]} if known else {}]
+    given = {process.pid: [(uuid(1), 5)]}
+    bring_back.bring_back(held, driver, Memory(), None, needs=given, cut_off=False)
+    assert asked[1] == given
