@@ -64,11 +64,10 @@ def _fill(
     """Map the memory of stopped processes, and make the driver restore them; return those that continued."""
     pids = [process.pid for process in suspended]
     assert job.remap is not None
-    pairs = {
-        by_inner[wanted.pid].pid: job.remap.list_pairs(uuid for uuid, _ in wanted.gpus)
-        for wanted in job.record.processes
-        if wanted.pid in by_inner
-    }
+    recorded = {by_inner[each.pid].pid: each for each in job.record.processes if each.pid in by_inner}
+    pairs = {pid: job.remap.list_pairs(uuid for uuid, _ in each.gpus) for pid, each in recorded.items()}
+    new = dict(job.remap.pairs)
+    needs = {pid: [(new.get(uuid, uuid), used) for uuid, used in each.gpus] for pid, each in recorded.items()}
     gone_on: set[int] = set()
     with job.transaction.step("fill"):
         # CRIU restores them stopped. They must be stopped even if it once does not.
@@ -78,7 +77,7 @@ def _fill(
     with job.transaction.step("driver restore"):
         right = partial(_check_process, job, gone_on)
         try:
-            resume(driver, pids, PrefetchedPages(job.prefetch), pairs=pairs, right=right)
+            resume(driver, pids, PrefetchedPages(job.prefetch), pairs=pairs, needs=needs, right=right)
         except GpuError:
             # If memory is wrong, the driver's message is about the GPU, which is not the cause.
             if job.prefetch is not None:

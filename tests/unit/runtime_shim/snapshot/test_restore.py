@@ -922,6 +922,23 @@ def test_a_signal_that_the_last_step_swallows(scene: Scene, monkeypatch: pytest.
         wait_for(lambda pid=pid: not proc.is_running(pid), f"the end of process {pid}")  # type: ignore[misc]
 
 
+def test_somebody_takes_the_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the plan: the driver is not asked to restore what has no room."""
+    monkeypatch.setattr(gpu_state, "_ROOM", 0.0)
+    pids = suspended(scene)
+    there = restore_gpus.resume
+
+    def take(*arguments: Any, **more: Any) -> None:
+        scene.driver.gpus = tuple(replace(each, memory_used=each.memory_total) for each in scene.driver.gpus)
+        there(*arguments, **more)
+
+    monkeypatch.setattr(restore_gpus, "resume", take)
+    assert "has only 0 B of free memory, and the container needs" in scene.restore("--detach").sentence()
+    assert scene.driver.of("restore") == []
+    for pid in pids:
+        wait_for(lambda pid=pid: not proc.is_running(pid), f"the end of process {pid}")  # type: ignore[misc]
+
+
 def test_a_container_that_cannot_be_removed(scene: Scene) -> None:
     """Where even that fails, the sentence says so."""
     pids = suspended(scene)
