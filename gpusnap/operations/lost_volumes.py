@@ -93,6 +93,12 @@ def _make_one(name: str, made: list[str]) -> Iterator[None]:
             podman_objects.make_volume(name)
             made.append(name)
             there = podman_objects.list_made()
+        if name not in there:
+            raise GpusnapError(
+                f"the volume {name} was removed while it was made from the checkpoint",
+                hint="run the same command again",
+                code=CODE,
+            )
         mark = os.path.join(there[name], _MARK)
         descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         if name not in made:

@@ -165,3 +165,21 @@ def test_podman_fails(fake: FakePodman, archive: str) -> None:
     ):
         pytest.fail("it goes on")
     assert fake.volumes() == []
+
+
+def test_somebody_removes_it(
+    fake: FakePodman, archive: str, mark: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just when it was made."""
+    make = podman_objects.make_volume
+
+    def make_in_vain(name: str) -> None:
+        make(name)
+        podman_objects.remove_volume(name)
+
+    monkeypatch.setattr(podman_objects, "make_volume", make_in_vain)
+    with (
+        pytest.raises(GpusnapError, match="the volume cache was removed while it was made"),
+        lost_volumes.make(["cache"], archive),
+    ):
+        pytest.fail("restored")
