@@ -265,7 +265,7 @@ def _things() -> list[str]:
             found += [
                 f"file {path}" for path in below if not path.name.endswith(_STAYS) and not _is_kept(path)
             ]
-    for runtime in ("/run/crun", "/run/runc"):
+    for runtime in ("/run/crun", "/run/runc", "/run/containerd/runc/default"):
         found += [f"{runtime}/{name}" for name in (os.listdir(runtime) if os.path.isdir(runtime) else ())]
     found += [f"softgpu {path.name}" for path in STATE.glob("*") if path.name.isdigit()]
     kept = (each for each in found if not re.fullmatch(r"file /run/gpusnap(/\w+)?", each))
@@ -277,6 +277,9 @@ def _is_kept(path: Path) -> bool:
     if path.parent.name == "orders":
         with suppress(OSError, ValueError, KeyError, TypeError):
             return os.path.exists(json.loads(path.read_text())["archive"])
+    if path.suffix == ".thawed":  # until the next resume
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return os.path.exists(json.loads(path.read_text())["group"])
     if path.suffix != ".restored":
         return False
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -393,11 +396,11 @@ def prepare(program: str, given: argparse.Namespace) -> Report:
     return Report(program, given.seed, given.keep)
 
 
-def settings(runtime: str, *, pages: str = "chunks", chunk_size: str = "1M") -> None:
-    """Write the settings file."""
+def settings(runtime: str, *, pages: str = "chunks", chunk_size: str = "1M", more: str = "") -> None:
+    """Write the settings file. `more`: further lines of it, with tables of their own."""
     shimhost.write_settings(
         f'runtime = "{runtime}"\n[memory]\npages = "{pages}"\nchunk-size = "{chunk_size}"\n'
-        f'[store]\npath = "{STORE}"\n'
+        f'[store]\npath = "{STORE}"\n{more}'
     )
 
 

@@ -68,7 +68,17 @@ WAYS = ("checkpoint", "checkpoint-rm", "restore", "push", "pull", "gc")
 VICTIMS = ("gpusnap", "gpusnap-runtime", "runtime", "criu", "podman", GUARDIAN)
 _RUNTIMES = ("crun", "runc")
 # Seconds after the start of a victim: most of the time that it works.
-_SOON = {"gpusnap": 1.0, "gpusnap-runtime": 0.8, "runtime": 0.15, "criu": 0.08, "podman": 1.5, GUARDIAN: 1.0}
+_SOON = {
+    "gpusnap": 1.0,
+    "gpusnap-runtime": 0.8,
+    "runtime": 0.15,
+    "criu": 0.08,
+    "podman": 1.5,
+    GUARDIAN: 1.0,
+    "ctr": 1.5,
+    "containerd": 1.5,
+    "containerd-shim": 1.5,
+}
 _ENDING = 60.0  # seconds for processes that continue after their command was killed
 _STUCK = 15.0
 """Seconds that a command may wait for a killed gpusnap-runtime before `gpusnap recover` is run."""
@@ -96,6 +106,8 @@ class Killer:
     """Called if the command still waits after gpusnap-runtime was killed."""
     signals: tuple[signal.Signals, ...] = ()
     """What the command gets, one after the other, instead of SIGKILL for the victims."""
+    number: signal.Signals = signal.SIGKILL
+    """What the victims get."""
 
     def __call__(self, process: subprocess.Popen[bytes]) -> None:
         if self.signals:
@@ -122,7 +134,7 @@ class Killer:
                     victims = random.sample(victims, random.randint(1, len(victims)))
                 for pid, name in victims:
                     with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                        os.kill(pid, self.number)
                         self.killed.append(name)
                         self.root |= pid == process.pid
                 return
@@ -229,10 +241,9 @@ class Bench:
             first = random.choice(among)
             wanted = (first, *random.sample(among, random.choice([0, 0, 0, *range(len(among))])))
             after = -random.uniform(0, _SOON[first])
-        killer = Killer(wanted, after, frozenset(processes()), stuck=lambda: self._free(way))
+        killer = Killer(wanted, after, self.list_spared(), stuck=lambda: self._free(way))
         if self.signals:
-            killer.after = random.uniform(0, 1.1 * usual)
-            killer.signals = tuple(random.choices(self.signals, k=random.choice([1, 1, 2])))
+            self.arm(killer, usual)
         done = run_limited(line, during=killer)
         if self.signals and line[0] == COMMAND:
             _check_end(done, killer)
@@ -248,9 +259,18 @@ class Bench:
             self.report.said[plain(checked_message(done))] += 1
         return done, killer
 
+    def list_spared(self) -> frozenset[int]:
+        """Return the processes that are not killed, whatever they are."""
+        return frozenset(processes())
+
+    def arm(self, killer: Killer, usual: float) -> None:
+        """Have the killer send signals. `usual`: how long the command takes, in seconds."""
+        killer.after = random.uniform(0, 1.1 * usual)
+        killer.signals = tuple(random.choices(self.signals, k=random.choice([1, 1, 2])))
+
     def _behind(self, before: frozenset[int]) -> list[str]:
         """Return the processes of a killed command that still run."""
-        names = (*VICTIMS, *_RUNTIMES)
+        names = (*VICTIMS, *_RUNTIMES, "ctr")
         return [name for pid, name in processes().items() if pid not in before and name in names]
 
     def measure(self, way: str, line: Line) -> None:

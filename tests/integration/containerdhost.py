@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -15,18 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gpuhost
+import host_state
 import shimhost
-from support import DEADLINE, GPUWORK, GPUWORK_LINE, RUNTIME, until
+from support import DEADLINE, GPUWORK, GPUWORK_LINE, RUNTIME, good, run, until
 
 __all__ = [
     "BASE",
     "LOG_SIZE",
     "Containerd",
     "Work",
+    "answers",
     "containerd",
+    "end",
+    "end_shims",
     "gpu_options",
+    "launch",
     "link_libraries",
     "recorded",
+    "restored_from",
+    "spare_old_groups",
     "version",
 ]
 
@@ -36,6 +44,7 @@ _CRI = "io.containerd.grpc.v1.cri"
 LOG_SIZE = 1 << 20
 """Bytes of a Work's log from the first on: a file whose size has changed since a dump is not restored."""
 _TICK = re.compile(rb"pid=(\d+) tick=(\d+) (ok|BAD)[^\n\0]*\n")
+_CRIU_CONF = Path("/etc/criu/runc.conf")
 _DETACH = 2  # sys/mount.h, MNT_DETACH
 
 _CONFIG = """\
@@ -59,15 +68,21 @@ class Containerd:
     def ctr(
         self, *args: str | os.PathLike[str], check: bool = True, timeout: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        """Run ctr to its end; with `check` a failure is an AssertionError that has what it said."""
-        done = subprocess.run(
-            ["ctr", "--address", self.address, *args],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        """Run ctr to its end; with `check` a failure is an AssertionError that has what it said.
+
+        One that does not end is an AssertionError that has what all processes do.
+        """
+        try:
+            done = subprocess.run(
+                ["ctr", "--address", self.address, *args],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"ctr {args}: not within {timeout:g} s\n{host_state.describe()}") from error
         if check:
             assert done.returncode == 0, f"ctr {args}: {done.stdout}{done.stderr}\n{self.criu_errors()}"
         return done
@@ -99,7 +114,7 @@ class Containerd:
         self.ctr("task", "rm", "--force", name, check=False)
         if self.ctr("container", "rm", name, check=False).returncode != 0 and name in self.tasks():
             # What crun could not restore containerd cannot delete, as long as its shim runs.
-            _end_shims(self.address, name)
+            end_shims(self.address, name)
             until(lambda: name not in self.tasks(), f"the end of the shim of {name}")
             self.ctr("container", "rm", name)
         self.ctr("snapshot", "rm", name, check=False)
@@ -128,35 +143,43 @@ def containerd(folder: Path, *, config: str = "") -> Iterator[Containerd]:
     """
     address = folder / "containerd.sock"
     disabled = "" if _CRI in config or "disabled_plugins" in config else f'disabled_plugins = ["{_CRI}"]'
-    path = folder / "config.toml"
-    path.write_text(_CONFIG.format(folder=folder, address=address, disabled=disabled, config=config))
-    with (folder / "log").open("wb") as log:
-        child = subprocess.Popen(
-            ["containerd", "--config", path, "--log-level", "info"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    (folder / "config.toml").write_text(
+        _CONFIG.format(folder=folder, address=address, disabled=disabled, config=config)
+    )
     server = Containerd(address, folder)
+    child = launch(server)
     try:
-        until(lambda: _answers(server, child), "containerd")
+        until(lambda: answers(server, child), "containerd")
         server.ctr("image", "import", _ARCHIVE)
         yield server
     finally:
         if child.poll() is None:
             with contextlib.suppress(AssertionError):
                 server.remove_all()
-        _end(child)
-        _end_shims(address)
+        end(child)
+        end_shims(address)
         _unmount(folder)
 
 
-def _answers(server: Containerd, child: subprocess.Popen[bytes]) -> bool:
+def launch(server: Containerd) -> subprocess.Popen[bytes]:
+    """Start the containerd of this folder, once more if it was killed."""
+    with (server.folder / "log").open("ab") as log:
+        return subprocess.Popen(
+            ["containerd", "--config", server.folder / "config.toml", "--log-level", "info"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def answers(server: Containerd, child: subprocess.Popen[bytes]) -> bool:
+    """Whether it answers; an AssertionError if it has ended."""
     assert child.poll() is None, f"containerd ended:\n{(server.folder / 'log').read_text(errors='replace')}"
     return server.ctr("version", check=False).returncode == 0
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def end(child: subprocess.Popen[bytes]) -> None:
+    """End a containerd; its shims and tasks run on."""
     child.send_signal(signal.SIGTERM)
     try:
         child.wait(DEADLINE)
@@ -165,7 +188,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _end_shims(address: Path, name: str = "") -> None:
+def end_shims(address: Path, name: str = "") -> None:
     """Shims outlive their containerd; each has its address, and its task's name, among its arguments."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -181,6 +204,44 @@ def _unmount(folder: Path) -> None:
     for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
         if (target := line.split()[1]).startswith(f"{folder}/"):
             libc.umount2(target.encode(), _DETACH)
+
+
+@contextmanager
+def spare_old_groups(real: str) -> Iterator[str]:
+    """Keep CRIU from version 1 of the cgroups, should it be there beside version 2, as docs/settings.md says.
+
+    Each restore would make groups there that the next dump takes along. The value is lines of settings.
+    """
+    if real == "crun":
+        yield '[criu]\nmanage-cgroups = "ignore"\n'
+        return
+    _CRIU_CONF.parent.mkdir(exist_ok=True)
+    _CRIU_CONF.write_text("manage-cgroups=ignore\n")
+    try:
+        yield ""
+    finally:
+        _CRIU_CONF.unlink()
+
+
+@contextmanager
+def restored_from(server: Containerd, image: Path, config: Path, folder: Path, name: str) -> Iterator[None]:
+    """A container from what `ctr task checkpoint --image-path` wrote, restored by the runtime itself.
+
+    ctr has no command for that. `config`: the config.json of the task. `folder`: a new one, for the bundle.
+    `name`: of the task, whose snapshot is the root file system. The container is removed at the end.
+    """
+    bundle = folder / "bundle"
+    (bundle / "rootfs").mkdir(parents=True)
+    shutil.copy(config, bundle / "config.json")
+    good(run(*server.ctr("snapshot", "mounts", bundle / "rootfs", name).stdout.split()))
+    runtime = (RUNTIME, "--root", str(folder / "root"))
+    try:
+        words: list[str | Path] = ["--bundle", bundle, "--image-path", image, "--detach"]
+        good(run(*runtime, "restore", *words, "again"))
+        yield
+    finally:
+        run(*runtime, "delete", "--force", "again")
+        run("umount", bundle / "rootfs")
 
 
 @contextmanager

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import shimhost
-from containerdhost import Containerd, Work, containerd, recorded
+from containerdhost import Containerd, Work, containerd, recorded, restored_from, spare_old_groups
 from registryhost import Registry, running
 from support import GPUS_CONF, RUNTIME, faults, good, kill_at, run, until
 
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 
 JOURNAL = Path("/run/gpusnap/journal")
-CRIU_CONF = Path("/etc/criu/runc.conf")
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +44,8 @@ def tidy(server: Containerd, real: str) -> Iterator[None]:
 
 @pytest.fixture
 def cgroups(real: str) -> Iterator[str]:
-    """Lines of settings that keep CRIU from version 1 of the cgroups, should it be there beside version 2.
-
-    Each restore would make groups there that the next dump takes along. docs/settings.md says how to.
-    """
-    if real == "crun":
-        yield '[criu]\nmanage-cgroups = "ignore"\n'
-        return
-    CRIU_CONF.parent.mkdir(exist_ok=True)
-    CRIU_CONF.write_text("manage-cgroups=ignore\n")
-    yield ""
-    CRIU_CONF.unlink()
+    with spare_old_groups(real) as lines:
+        yield lines
 
 
 @pytest.fixture(params=["criu", "chunks", "store"])
@@ -153,9 +143,7 @@ def test_checkpoint_and_end(server: Containerd, work: Work, tmp_path: Path) -> N
     """ctr task checkpoint --exit ends the task; not under crun, whose answer to `delete` then containerd
     takes for a failure. What it wrote is restored by the runtime, since ctr has no command for that.
     """
-    bundle = tmp_path / "bundle"
-    (bundle / "rootfs").mkdir(parents=True)
-    shutil.copy(server.bundle("work") / "config.json", bundle)
+    shutil.copy(server.bundle("work") / "config.json", tmp_path)
     server.ctr("task", "checkpoint", "--exit", "--image-path", tmp_path / "image", "work")
     until(lambda: work.status in ("STOPPED", ""), "the end of the task")
     assert (tmp_path / "image/gpusnap/manifest.json").exists()
@@ -163,15 +151,8 @@ def test_checkpoint_and_end(server: Containerd, work: Work, tmp_path: Path) -> N
     nothing_left()
     server.ctr("task", "rm", "work", check=False)
     work.clear_log()
-    mount = server.ctr("snapshot", "mounts", bundle / "rootfs", "work").stdout.split()
-    good(run(*mount))
-    try:
-        words: list[str | Path] = ["--bundle", bundle, "--image-path", tmp_path / "image", "--detach"]
-        good(run(RUNTIME, "--root", tmp_path / "root", "restore", *words, "again"))
+    with restored_from(server, tmp_path / "image", tmp_path / "config.json", tmp_path / "again", "work"):
         work.back()
-    finally:
-        run(RUNTIME, "--root", tmp_path / "root", "delete", "--force", "again")
-        run("umount", bundle / "rootfs")
 
 
 @pytest.mark.parametrize(("real", "pages"), [("runc", "chunks")], indirect=True)
