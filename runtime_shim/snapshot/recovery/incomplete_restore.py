@@ -20,7 +20,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, reason
 from gpusnap.runtime_shim.process import pidfd, proc
@@ -92,7 +92,9 @@ def unmount_root(folders: Sequence[str]) -> None:
     files. Raises ContainerError.
     """
     for folder in folders:
-        _unmount(os.path.join(os.path.realpath(folder), _ROOT))
+        with _renamed_as_well(folder) as places:
+            for place in places:
+                _unmount(os.path.join(place, _ROOT))
 
 
 def unmount_yards(folder: str) -> None:
@@ -100,17 +102,32 @@ def unmount_yards(folder: str) -> None:
 
     Raises ContainerError.
     """
+    with _renamed_as_well(folder) as places:
+        if any(_is_working_in(pid, places) for pid in proc.pids()):
+            return
+        for path in {mount.destination for mount in proc.mounts("self")}:
+            if os.path.dirname(path) in places and os.path.basename(path).startswith(_YARD):
+                _unmount(path)
+
+
+@contextlib.contextmanager
+def _renamed_as_well(folder: str) -> Iterator[tuple[str, str]]:
+    """The directory, and what containerd has renamed it to; in the end that is removed, if it is empty.
+
+    containerd renames the directories of a task to remove them. It cannot remove one in which something is
+    mounted, and then makes no other task of that name (core/runtime/v2/bundle.go, atomicDelete).
+    """
     folder = os.path.realpath(folder)
-    if any(_is_working_in(pid, folder) for pid in proc.pids()):
-        return
-    for path in {mount.destination for mount in proc.mounts("self")}:
-        if os.path.dirname(path) == folder and os.path.basename(path).startswith(_YARD):
-            _unmount(path)
+    parent, name = os.path.split(folder)
+    renamed = os.path.join(parent, f".{name}")
+    yield folder, renamed
+    with contextlib.suppress(OSError):
+        os.rmdir(renamed)
 
 
-def _is_working_in(pid: int, folder: str) -> bool:
+def _is_working_in(pid: int, folders: Collection[str]) -> bool:
     try:
-        return proc.comm(pid) == "criu" and os.readlink(f"/proc/{pid}/cwd") == folder
+        return proc.comm(pid) == "criu" and os.readlink(f"/proc/{pid}/cwd") in folders
     except OSError:
         return False
 

@@ -100,7 +100,7 @@ def make_record(call: RestoreCall, real: RealRuntime, record: Manifest, config: 
         detach=call.detach,
         processes=tuple(process.pid for process in record.processes),
         state=os.path.join(root, call.container_id),
-        work=os.path.abspath(call.work() or call.images(real.kind)),
+        work=os.path.realpath(call.work() or call.images(real.kind)),
         place=Place.from_config(config, bundle_dir, call.container_id),
         podman=conmon.podman_above(call.container_id),
     )

@@ -488,6 +488,17 @@ def test_the_root_is_on_file(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
     assert entry.command == (str(scene.runtime.path), "--root", "/run/user/0/crun")
 
 
+def test_where_criu_works(scene: Scene, tmp_path: Path) -> None:
+    """containerd gives a link in the bundle, which it removes together with that."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "link").symlink_to("work")
+    words = ["--image-path", "/i", "--work-path", str(tmp_path / "link"), "--bundle", str(scene.bundle)]
+    call = command_line.parse(["restore", *words, ID])
+    assert isinstance(call, command_line.RestoreCall)
+    entry = restore_record.make_record(call, identify(Path(scene.runtime.path)), a_manifest(), {})
+    assert entry.work == str(tmp_path / "work")
+
+
 def test_room_is_swept(tmp_path: Path) -> None:
     """What a killed restore had claimed; nothing is made where there was nothing."""
     folder = tmp_path / "gpusnap" / "room"

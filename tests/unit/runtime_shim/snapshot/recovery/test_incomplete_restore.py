@@ -170,10 +170,12 @@ import os, subprocess, sys
 from gpusnap.runtime_shim.snapshot.recovery import incomplete_restore
 from gpusnap.runtime_shim.process import proc
 place, rootfs = sys.argv[1:]
-for _ in range(2):
-    subprocess.run(["mount", "--rbind", rootfs, place + "/criu-root"], check=True)
-os.mkdir(place + "/.criu.cgyard.abc")
-subprocess.run(["mount", "-t", "tmpfs", "none", place + "/.criu.cgyard.abc"], check=True)
+renamed = os.path.join(os.path.dirname(place), ".state")
+for folder in (place, place, renamed):
+    subprocess.run(["mount", "--rbind", rootfs, folder + "/criu-root"], check=True)
+for folder in (place, renamed):
+    os.mkdir(folder + "/.criu.cgyard.abc")
+    subprocess.run(["mount", "-t", "tmpfs", "none", folder + "/.criu.cgyard.abc"], check=True)
 incomplete_restore.unmount_root([place, place + "/none"])
 incomplete_restore.unmount_yards(place)
 assert not any("criu" in mount.destination for mount in proc.mounts("self"))
@@ -183,9 +185,12 @@ assert any(mount.destination == rootfs + "/below" for mount in proc.mounts("self
 
 @pytest.mark.skipif(not unshare_works("--mount"), reason="may make no mount namespace")
 def test_what_is_left_mounted(tmp_path: Path) -> None:
-    """Nothing but that mount goes: runc's `delete` would remove all files that it shows."""
-    rootfs, state = tmp_path / "rootfs", tmp_path / "state"
-    for folder in (rootfs / "below", state / "criu-root"):
+    """Nothing but that mount goes: runc's `delete` would remove all files that it shows.
+
+    It also goes from a directory that containerd has renamed to remove it, and so does that directory.
+    """
+    rootfs, state, renamed = tmp_path / "rootfs", tmp_path / "state", tmp_path / ".state"
+    for folder in (rootfs / "below", state / "criu-root", renamed / "criu-root"):
         folder.mkdir(parents=True)
     (rootfs / "precious").touch()
     script = 'mount -t tmpfs none "$2/below" && mount --make-rshared / && exec "$0" -c "$3" "$1" "$2"'
@@ -199,3 +204,4 @@ def test_what_is_left_mounted(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (rootfs / "precious").exists()
     assert list(state.iterdir()) == []
+    assert not renamed.exists()
