@@ -1,7 +1,7 @@
 /*
  * Whether gpusnap may have a say in a command that pauses, resumes or deletes a container, as _is_watched in
  * shim/entry.py has it: where the container is suspended, and gpusnap is not itself having its engine pause it or let
- * it go on. Where that cannot be told, it may.
+ * it go on; and where the journal has a file of it that concerns the command. Where that cannot be told, it may.
  */
 #ifndef GPUSNAP_WATCH_H
 #define GPUSNAP_WATCH_H
@@ -14,6 +14,12 @@
 #ifndef WATCH_DIRECTORY
 #define WATCH_DIRECTORY "/run/gpusnap/suspended"
 #endif
+
+/* As JOURNAL in shim/entry.py, and as _NOTED there: the endings of files, the first of them for a delete alone. */
+#ifndef JOURNAL_DIRECTORY
+#define JOURNAL_DIRECTORY "/run/gpusnap/journal"
+#endif
+static const char *const noted[] = {".restore", ".thawed", NULL};
 
 #define RECORD_SIZE 65536 /* of a longer file gpusnap has the say */
 
@@ -76,13 +82,29 @@ static long has_say(const char *command, const char *name)
     return 1;
 }
 
-static int is_watched(const char *command, const char *container)
+/* Whether it is a file of the journal that concerns the command. */
+static long is_noted(const char *command, const char *name)
+{
+    const size_t length = length_before(name, '\0');
+
+    for (const char *const *each = noted + same(command, "resume"); *each != NULL; each++) {
+        const size_t ending = length_before(*each, '\0');
+
+        if (length > ending && same(name + length - ending, *each))
+            return 1;
+    }
+    return 0;
+}
+
+/* What the first file says that is of that container and says something; not 0 where that cannot be told. */
+static int ask_files(const char *directory, long (*says)(const char *command, const char *name), const char *command,
+                     const char *container)
 {
     static union {
         struct entry first;
         char bytes[32768];
     } found;
-    long fd = open_file(WATCH_DIRECTORY), length, say = 0;
+    long fd = open_file(directory), length, say = 0;
 
     if (fd < 0)
         return fd != -ENOENT;
@@ -93,12 +115,18 @@ static int is_watched(const char *command, const char *container)
             const struct entry *each = (const struct entry *)(const void *)(found.bytes + at);
 
             if (is_of(each->name, container))
-                say = has_say(command, each->name);
+                say = says(command, each->name);
             at += each->size;
         }
     }
     close_file(fd);
     return say != 0;
+}
+
+static int is_watched(const char *command, const char *container)
+{
+    return ask_files(WATCH_DIRECTORY, has_say, command, container) ||
+           (!same(command, "pause") && ask_files(JOURNAL_DIRECTORY, is_noted, command, container));
 }
 
 #endif

@@ -37,11 +37,15 @@ GLOBAL_FLAGS = ("debug", "systemd-cgroup")
 VERSION_OPTIONS = ("version", "v", "V")
 OUR_COMMANDS = ("checkpoint", "restore")
 WATCHED_COMMANDS = ("delete", "pause", "resume")
-"""Commands that mean something else for a suspended container: see shim/suspended.py."""
+"""Commands that mean something else for a suspended container, or in a restore: see shim/suspended.py."""
 WATCH = "/run/gpusnap/suspended"
 """Exists while a container is suspended."""
+JOURNAL = "/run/gpusnap/journal"
+"""The same as in snapshot/records/journal.py."""
 _ON_THE_WAY = (b'"stage": "suspending"', b'"stage": "undone"', b'"stage": "resumed"')
 """Stages in which gpusnap itself makes the engine do it; the first one only for a pause."""
+_NOTED = {"delete": (".restore", ".thawed"), "pause": (), "resume": (".thawed",)}
+"""The endings of files in the journal for which gpusnap must handle a command."""
 # Words that may follow an unknown option, to distinguish its value from the command: all commands of crun and
 # runc.
 COMMANDS = (
@@ -195,13 +199,13 @@ def _is_watched(command: str, words: list[str]) -> bool:
 
     It need not if the container is not suspended, or if gpusnap itself makes the engine pause or resume it.
     There is a file for each suspended one (snapshot/records/suspensions.py); parsing it as JSON would take
-    longer than the command.
+    longer than the command. The journal has the others (snapshot/records/journal.py).
     """
     container = next((word for word in words if not word.startswith("-")), "")
     try:
-        names = [name for name in os.listdir(WATCH) if name.partition("@")[0] == container]
-    except FileNotFoundError:
-        return False
+        names = _list_files(WATCH, container)
+        if any(name.endswith(_NOTED[command]) for name in _list_files(JOURNAL, container)):
+            return True
     except OSError:
         return True
     passed = _ON_THE_WAY[command == "resume" :]
@@ -216,6 +220,14 @@ def _is_watched(command: str, words: list[str]) -> bool:
         if command == "delete" or not any(stage in content for stage in passed):
             return True
     return False
+
+
+def _list_files(folder: str, container: str) -> list[str]:
+    """Return the names of files of a container. Raises OSError."""
+    try:
+        return [name for name in os.listdir(folder) if name.partition("@")[0] == container]
+    except FileNotFoundError:
+        return []
 
 
 def _end(code: int) -> NoReturn:

@@ -1,7 +1,9 @@
-"""pause, resume and delete, while some container is suspended.
+"""pause, resume and delete of a suspended container, and of one that a killed gpusnap left.
 
-The launcher starts Python for these three commands while /run/gpusnap/suspended exists. All of them go to the
-real runtime, except these:
+The launcher starts Python for these three commands while there is a file of the container in
+/run/gpusnap/suspended; for delete also while there is one of its restore in the journal, and for resume and
+delete while there is one that says that it runs after all (journal.THAWED). All of them go to the real
+runtime, except these:
 
 - `resume` of a suspended container (podman unpause, ctr task resume) is refused, with the command that
   resumes it. Its GPU processes lack their memory, which may not fit on a GPU now, and an unpause does not
@@ -10,8 +12,13 @@ real runtime, except these:
 - `pause` of one does nothing, since it is frozen. For `gpusnap checkpoint` of a suspended container, Podman
   unpauses and pauses it around its checkpoint; gpusnap requests that both do nothing (shim/overrides.py).
 - `delete` of one that has ended also removes what is stored for it.
+- Before a `delete` of one whose restore was killed or is being given up, its root file system is unmounted
+  where the runtime has mounted it for CRIU: else `runc delete --force`, or an engine that removes the bundle
+  afterwards, removes the files of the container. If that fails, the delete is refused.
+- `resume` of one that `gpusnap recover` has left running succeeds, as crun's does; runc's would fail.
 
-Nothing here may prevent a container from being stopped and removed: after any error, the real runtime runs.
+Nothing else here may prevent a container from being stopped and removed: after any error, the real runtime
+runs.
 """
 
 from __future__ import annotations
@@ -24,8 +31,10 @@ from gpusnap.runtime_shim.runtime import cgroup_freezer, container_key
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot.gpu_processes.paused_container import answer_resume
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.snapshot.recovery import restore as recover_restore
 from gpusnap.runtime_shim.snapshot.suspended_containers import sweep
 
 # The real runtime is to run.
@@ -39,6 +48,9 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
     runtime, and returns its exit code. Raises ContainerError if the command is refused.
     """
     container = next((word for word in words if not word.startswith("-")), "")
+    forced = not {"--force", "-f"}.isdisjoint(words)
+    if _answer_by_journal(command, container, root, forced=forced):
+        return 0
     found = _find_suspension(container, root)
     if found is None:
         return _PASS
@@ -71,11 +83,33 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
     )
 
 
+def _answer_by_journal(command: str, container: str, root: str | None, *, forced: bool) -> bool:
+    """Do what a command of a container needs that a killed gpusnap left; return whether that was all."""
+    if command == "resume":
+        return any(map(answer_resume, _list_noted(journal.THAWED, container, root)))
+    if command == "delete":
+        for key in _list_noted("restore", container, root):
+            recover_restore.spare_files(key, forced=forced)
+        for key in _list_noted(journal.THAWED, container, root):
+            journal.drop(key, journal.THAWED)
+    return False
+
+
+def _list_noted(kind: str, container: str, root: str | None) -> list[str]:
+    """Return the keys of the container's files of a kind in the journal."""
+    found = [key for key in journal.list_noted(kind) if container_key.id_of(key) == container]
+    return found if root is None else [key for key in found if key in _list_keys(container, root)]
+
+
+def _list_keys(container: str, root: str) -> set[str]:
+    return {container_key.key(container_key.root(root, kind), container) for kind in locate.NAMES}
+
+
 def _find_suspension(container: str, root: str | None) -> Suspension | None:
     """Return the record of the container, if it is suspended."""
     if root is None:
         return suspensions.find_by_container(container) if re.fullmatch(r"[\w.+-]+", container) else None
-    keys = {container_key.key(container_key.root(root, kind), container) for kind in locate.NAMES}
+    keys = _list_keys(container, root)
     return next((found for key in keys if (found := suspensions.read(key)) is not None), None)
 
 

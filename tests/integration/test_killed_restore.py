@@ -188,20 +188,20 @@ def _killed_all(real: str, *, early: bool) -> bool:
     return found is not None or (not early and "the incomplete container was removed" in said)
 
 
-def test_nothing_stood(crun: None) -> None:
+def test_nothing_stood(real: str) -> None:
     """Where nothing of it is there any more, that is what `recover` says."""
-    settings("crun", "criu")
+    settings(real, "criu")
     container = checkpointed("criu")
     with restoring() as engine:
         until(lambda: processes(WORK), "a restored process")
-        kill(*processes("gpusnap-runtime"), *outside("crun", "criu"))
+        kill(*processes("gpusnap-runtime"), *outside(real, "criu"))
         kill(*until(lambda: processes(WORK), "what is left"))
         until(lambda: not processes(WORK), "their end")
         assert waiting.end(engine, 60) != 0
         assert engine.stderr is not None
         engine.stderr.close()
         said = good(run(COMMAND, "recover"))
-        assert "crun knows no such container, and no process of it was found" in said
+        assert f"{real} knows no such container, and no process of it was found" in said
         nothing_left()
     restored(container)
 

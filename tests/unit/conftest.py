@@ -34,6 +34,7 @@ from gpusnap.runtime_shim.snapshot.records import journal, reservations
 _STATE_DIRECTORIES = (
     (dispatch, "JOURNAL"),
     (dispatch, "ORDERS"),
+    (entry, "JOURNAL"),
     (entry, "WATCH"),
     (hooks, "RECORDS"),
     (journal, "FOLDER"),

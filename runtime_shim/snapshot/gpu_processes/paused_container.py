@@ -27,6 +27,7 @@ Only for version 2 of cgroups: see container.has_own_v1_freezer.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
@@ -159,6 +160,10 @@ def reopen(entry: Entry, pids: Iterable[int]) -> PausedContainer | None:
     does not refuse, so under crun nobody can know. The container then runs, because a container that its
     engine considers running must not be frozen. If somebody has resumed it, this continues the processes that
     gpusnap stopped and that are not in `pids`.
+
+    CRIU thaws a frozen container while it dumps it, and freezes it again at its end (criu/seize.c). If it was
+    killed in between, nobody has resumed the container, and runc would refuse to. That cannot be told from a
+    container that was resumed. So the container runs, and `answer_resume` answers an engine that resumes it.
     """
     alive = {each.pid: each.start for each in map(proc.process, pids) if each is not None}
     pause = entry.paused
@@ -170,8 +175,32 @@ def reopen(entry: Entry, pids: Iterable[int]) -> PausedContainer | None:
     ours = pause.thawed and pause.runtime != "crun"
     if not cgroup_freezer.is_gone(pause.group) and (ours or cgroup_freezer.is_frozen(pause.group)):
         return PausedContainer(entry.key, pause.group, stopped | alive, runtime=pause.runtime)
+    if pause.runtime != "crun" and not cgroup_freezer.is_gone(pause.group):
+        with contextlib.suppress(GpusnapError):  # its engine then gets runc's answer
+            journal.write_document(entry.key, journal.THAWED, {"group": pause.group})
     go_on(pid for pid in stopped if pid not in alive)
     return None
+
+
+def sweep() -> None:
+    """Remove the records of containers that `reopen` has left running, and that have ended since."""
+    for key in journal.list_noted(journal.THAWED):
+        noted = journal.load(key, journal.THAWED)
+        if noted is not None and cgroup_freezer.is_gone(str(noted["group"])):
+            journal.drop(key, journal.THAWED)
+
+
+def answer_resume(key: str) -> bool:
+    """Whether a container that is to be resumed runs already, because `reopen` has left it so.
+
+    runc would refuse, and containerd would take the container for paused for ever. Raises GpusnapError.
+    """
+    noted = journal.load(key, journal.THAWED)
+    if noted is None:
+        return False
+    journal.drop(key, journal.THAWED)  # whoever resumes it now knows that it runs
+    group = str(noted["group"])
+    return not cgroup_freezer.is_gone(group) and not cgroup_freezer.is_frozen(group)
 
 
 def _send(pids: Iterable[int], number: signal.Signals) -> None:

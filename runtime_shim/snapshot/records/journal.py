@@ -11,6 +11,8 @@
         <key>.paused             which processes of a paused container were stopped, see
                                  gpu_processes/paused_container.py; or that gpusnap paused it, see
                                  gpu_processes/dump_pause.py
+        <key>.thawed             a container that `recover` has left running, and that its engine may take for
+                                 paused (gpu_processes/paused_container.py); it stays until the next resume
         <key>.images             which images were in the directory before CRIU began to write into it
         <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next fsync would not
                                  report: they do not count as complete
@@ -65,6 +67,8 @@ IMAGES = "images"
 """The kind of file that records the images before a dump."""
 PAUSED = "paused"
 """The kind of file that records which processes of a paused container were stopped."""
+THAWED = "thawed"
+"""The kind of file that records that a container runs which its engine may take for paused."""
 MASKS = "masks"
 """The kind of file that contains the signal masks of threads."""
 RESTORED = "restored"

@@ -75,6 +75,8 @@ def sweep() -> None:
         for key in journal.list_noted(journal.MASKS):
             with suppress(GpusnapError), journal.hold(key, patience=0):
                 pass  # the holder of the lock removes them: process/ptrace/signal_masks.py
+    with suppress(GpusnapError):
+        paused_container.sweep()
     with suppress(OSError):  # a tmpfs that a killed `gpusnap restore` mounted, and nobody has used since
         stage.unmount_if_empty()
 

@@ -220,7 +220,7 @@ def remove(entry: Restore) -> str:
 
     None of its processes exists afterwards. Raises GpusnapError.
     """
-    incomplete_restore.unmount_root([folder for folder in (entry.bundle, entry.state) if folder])
+    _unmount_root(entry)
     known = delete(entry.command, entry.container)
     ended = incomplete_restore.kill_restored(entry.place, entry.owner, entry.container)
     if entry.work:
@@ -235,6 +235,21 @@ def remove(entry: Restore) -> str:
     if entry.place is None or not entry.place.device:
         return f"{name} knows no such container, and it is unknown whether processes of it are left"
     return f"{name} knows no such container, and no process of it was found"
+
+
+def spare_files(key: str, *, forced: bool) -> None:
+    """Unmount the root file system that a restore has mounted for CRIU: the container will be deleted.
+
+    A restore that still works fails then, or CRIU has its own mounts by now; so only if it is `forced`.
+    Raises ContainerError if it stays mounted.
+    """
+    entry = restore_record.read(key)
+    if entry is not None and (forced or not entry.at_work):
+        _unmount_root(entry)
+
+
+def _unmount_root(entry: Restore) -> None:
+    incomplete_restore.unmount_root([folder for folder in (entry.bundle, entry.state) if folder])
 
 
 def _drop_links(entry: Restore) -> None:

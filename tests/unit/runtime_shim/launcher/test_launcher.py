@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -169,7 +169,9 @@ def test_leaves_to_python(launcher: Launcher, args: list[str]) -> None:
 def watching(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     """One that looks for suspended containers in a directory of its own."""
     directory = tmp_path_factory.mktemp("watching")
-    return build(directory, f'CFLAGS=-DWATCH_DIRECTORY=\\"{directory}/suspended\\"')
+    named = {"WATCH": "suspended", "JOURNAL": "journal"}
+    flags = [f'-D{name}_DIRECTORY=\\"{directory}/{folder}\\"' for name, folder in named.items()]
+    return build(directory, f"CFLAGS={' '.join(flags)}")
 
 
 @pytest.fixture
@@ -180,6 +182,7 @@ def suspended(watching: Launcher, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.rmtree(directory)
     directory.unlink(missing_ok=True)
     monkeypatch.setattr(entry, "WATCH", str(directory))
+    monkeypatch.setattr(entry, "JOURNAL", str(watching.directory / "journal"))
     return directory
 
 
@@ -234,6 +237,32 @@ def test_the_suspended(
     assert found[0] == ("python" if asked else "real")
     if command in entry.WATCHED_COMMANDS and record("suspended") in files.values():
         assert asked == any(name.partition("@")[0] == "ID" for name in files)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("ID@1.restore", ["delete"]),
+        ("ID@1.thawed", ["delete", "resume"]),
+        ("ID.restore", []),
+        ("ID@1.json", []),
+        ("ID@1.restore.new", []),
+        ("ID2@1.restore", []),
+        (".restore", []),
+    ],
+)
+def test_what_a_killed_one_left(watching: Launcher, suspended: Path, name: str, asked: Sequence[str]) -> None:
+    """Python is asked for the commands that it concerns, and for that container alone."""
+    journal = watching.directory / "journal"
+    journal.mkdir()
+    try:
+        (journal / name).touch()
+        for command in entry.WATCHED_COMMANDS:
+            found = watching.run(command, "--force", "ID")[0] == "python"
+            assert found == (command in asked)
+            assert found == entry._is_watched(command, ["--force", "ID"])
+    finally:
+        shutil.rmtree(journal)
 
 
 def test_what_is_watched_differs(watching: Launcher, suspended: Path) -> None:

@@ -22,6 +22,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.images import control_groups
+from gpusnap.runtime_shim.shim import suspended
 from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause
@@ -194,6 +195,33 @@ def test_left_and_resumed(cell: Cell) -> None:
     assert proc.is_halted(cell.pids[0])  # its GPU state comes first
 
 
+def test_left_thawed_by_criu(cell: Cell) -> None:
+    """CRIU was killed, too, and had thawed it: runc would refuse the resume that its engine still wants."""
+    for then in ("runs", "is paused", "is deleted", "ended"):
+        entry = killed(cell, thawed=False)
+        cell.freeze(0)
+        assert paused_container.reopen(entry, cell.pids[:1]) is None
+        assert journal.list_noted(journal.THAWED) == (ID,)
+        assert suspended.answer("pause", [ID], None, lambda: 1) is None
+        if then == "is paused":
+            cell.freeze(1)
+        if then == "ended":
+            journal.write_document(ID, journal.THAWED, {"group": "/sys/fs/cgroup/none"})
+            paused_container.sweep()
+        elif then == "is deleted":
+            assert suspended.answer("delete", ["--force", ID], None, lambda: 1) is None
+        else:
+            assert suspended.answer("resume", ["other"], None, lambda: 1) is None
+            assert suspended.answer("resume", [ID], None, lambda: 1) == (0 if then == "runs" else None)
+        assert journal.list_noted(journal.THAWED) == ()
+        assert suspended.answer("resume", [ID], None, lambda: 1) is None
+        cell.freeze(1)
+        again = paused_container.reopen(entry, cell.pids[:1])
+        assert again is not None
+        again.freeze()
+        journal.drop(ID, journal.PAUSED)
+
+
 def test_left_under_crun(cell: Cell) -> None:
     """crun resumes what is thawed already without a word, so that it may have: it is not frozen again."""
     paused = paused_container.find(container(cell.pids[0]), "crun")
@@ -202,6 +230,7 @@ def test_left_under_crun(cell: Cell) -> None:
     entry = journal.read(ID)
     assert entry is not None
     assert paused_container.reopen(entry, cell.pids[:1]) is None
+    assert journal.list_noted(journal.THAWED) == ()
     assert proc.is_halted(cell.pids[0])  # its GPU state comes first
     assert not proc.is_halted(cell.pids[1])
     paused.freeze()

@@ -31,9 +31,11 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.shim import dispatch
+from gpusnap.runtime_shim.shim.suspended import answer as answer_watched
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.recovery import incomplete_restore
 from gpusnap.runtime_shim.snapshot.recovery import restore as recover_restore
 from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 from gpusnap.runtime_shim.snapshot.restoring.record import Restore, Stage
@@ -519,6 +521,39 @@ def test_delete_of_nothing(scene: Scene) -> None:
     scene.runtime.script("delete", 'say "device busy"; exit 1')
     with pytest.raises(RuntimeFailed, match="device busy"):
         recover_restore.delete([str(scene.runtime.path)], ID)
+
+
+@pytest.mark.parametrize(
+    ("words", "at_work", "spared"),
+    [
+        (["--force", ID], False, True),
+        ([ID], False, True),
+        (["--force", ID], True, True),
+        ([ID], True, False),
+        (["--force", "beef"], False, False),
+    ],
+)
+@pytest.mark.parametrize("root", [None, "/run/crun"])
+def test_a_delete_by_an_engine(
+    scene: Scene,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    at_work: bool,
+    spared: bool,
+    root: str | None,
+) -> None:
+    """What the runtime has mounted for CRIU is unmounted first; of a restore at work only if it is forced."""
+    init = proc.process(scene.family.init)
+    assert init is not None
+    owner: dict[str, Any] = {"owner": (init.pid, init.start)} if at_work else {}
+    cut_off(scene, CHECKPOINTED, state="/state", **owner)
+    unmounted: list[list[str]] = []
+    monkeypatch.setattr(incomplete_restore, "unmount_root", unmounted.append)
+    assert answer_watched("delete", words, root, lambda: 1) is None
+    assert unmounted == ([[str(scene.bundle), "/state"]] if spared else [])
+    assert answer_watched("delete", words, "/run/other", lambda: 1) is None
+    assert answer_watched("pause", words, root, lambda: 1) is None
+    assert len(unmounted) == spared
 
 
 def test_nothing_waits(scene: Scene) -> None:
