@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from registryhost import Registry, running
 from support import GPUS_CONF, RUNTIME, faults, good, kill_at, run, until
 
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.runtime import container as containers
 
 JOURNAL = Path("/run/gpusnap/journal")
 
@@ -339,15 +341,60 @@ def test_killed_and_resumed(server: Containerd, real: str, work: Work, tmp_path:
     server.ctr("task", "resume", "work")
     good(run("/usr/local/bin/gpusnap", "recover"))
     work.goes_on()
+    for command in ("pause", "resume"):  # nobody knows whether that resume was before CRIU ended
+        server.ctr("task", command, "work")
     nothing_left()
 
 
-def criu_runs() -> bool:
+@pytest.mark.parametrize(("real", "pages"), [("runc", "chunks")], indirect=True)
+def test_killed_with_criu(server: Containerd, work: Work, tmp_path: Path) -> None:
+    """CRIU had thawed the task: it runs after `recover`, and runc, which refuses its resume, is not asked."""
+    paused(server, work)
+    group = containers.frozen_group(work.pid, "work")
+    assert group is not None
+    with subprocess.Popen(checkpoint(tmp_path), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+        until(lambda: holds_criu(Path(group)), "a CRIU that has thawed the task")
+        for pid in pids_of("gpusnap-runtime", "runc", "criu"):
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids_of("iptables-restor", "ip6tables-resto", "nft"):  # stopped when it was still CRIU
+            os.kill(pid, signal.SIGCONT)
+    until(lambda: not criu_runs(), "the end of CRIU")
+    good(run("/usr/local/bin/gpusnap", "recover"))
+    assert work.status == "PAUSED"
+    server.ctr("task", "resume", "work")
+    assert work.status == "RUNNING"
+    work.goes_on()
+    nothing_left()
+    server.ctr("task", "checkpoint", "--image-path", tmp_path / "next", "work")
+    work.goes_on()
+    nothing_left()
+
+
+def holds_criu(group: Path) -> bool:
+    """Stop CRIU; whether it has thawed the group by then. If not, it works on."""
+    found = pids_of("criu")
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    if pids_of("criu") and (group / "cgroup.freeze").read_text().strip() == "0":
+        return True
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    return False
+
+
+def pids_of(*names: str) -> list[int]:
+    found = []
     for path in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            if path.read_text().strip() in ("criu", "crun", "runc"):
-                return True
-    return False
+            if path.read_text().strip() in names:
+                found.append(int(path.parent.name))
+    return found
+
+
+def criu_runs() -> bool:
+    return bool(pids_of("criu", "crun", "runc"))
 
 
 @pytest.mark.parametrize("by", ["settings", "annotation"])
