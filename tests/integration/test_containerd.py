@@ -353,7 +353,8 @@ def test_killed_with_criu(server: Containerd, work: Work, tmp_path: Path) -> Non
     group = containers.frozen_group(work.pid, "work")
     assert group is not None
     with subprocess.Popen(checkpoint(tmp_path), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-        until(lambda: holds_criu(Path(group)), "a CRIU that has thawed the task")
+        log = tmp_path / "dump.log"  # before that it was gpusnap that had thawed it
+        until(lambda: log.exists() and holds_criu(Path(group)), "a CRIU that has thawed the task")
         for pid in pids_of("gpusnap-runtime", "runc", "criu"):
             os.kill(pid, signal.SIGKILL)
         for pid in pids_of("iptables-restor", "ip6tables-resto", "nft"):  # stopped when it was still CRIU
