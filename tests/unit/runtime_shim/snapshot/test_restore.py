@@ -926,7 +926,7 @@ def test_somebody_takes_the_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch
     """After the plan: the driver is not asked to restore what has no room."""
     monkeypatch.setattr(gpu_state, "_ROOM", 0.0)
     pids = suspended(scene)
-    there = restore_gpus.resume
+    there = gpu_state.resume
 
     def take(*arguments: Any, **more: Any) -> None:
         scene.driver.gpus = tuple(replace(each, memory_used=each.memory_total) for each in scene.driver.gpus)
