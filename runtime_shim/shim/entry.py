@@ -257,6 +257,12 @@ def main() -> int:
 
         report(error, **_log_options(args))
         return getattr(error, "exit_code", 1)
+    except KeyboardInterrupt:  # Ctrl-C before anything is begun, such as during an import
+        from gpusnap.runtime_shim.base.log import report
+        from gpusnap.runtime_shim.base.stop_signals import make_interrupted
+
+        report(make_interrupted(), **_log_options(args))
+        return 130
     except Exception as error:
         # For example a missing package: engines show the content of --log, and no traceback.
         from gpusnap.runtime_shim.base.log import report

@@ -39,6 +39,20 @@ def test_the_sentence(error: Exception, said: str) -> None:
     assert found.endswith("; internal error: please report it, with the output of gpusnap report [GPS-001]")
 
 
+def test_ctrl_c_before_anything_is_begun(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, and the exit code of a shell."""
+
+    def interrupted(_: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry, "_answer", interrupted)
+    monkeypatch.setattr(sys, "argv", ["gpusnap-runtime", "checkpoint", "c0ffee"])
+    assert entry.main() == 130
+    assert capfd.readouterr().err == "gpusnap: interrupted\n"
+
+
 def test_a_module_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's import system finds its directory unreadable: a link that leads to itself."""
     path = tmp_path / "modules"
