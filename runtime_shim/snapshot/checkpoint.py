@@ -91,6 +91,7 @@ from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import shared_gpus
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.recovery import network_lock
 
 # Seconds between two looks whether a CRIU still waits.
 _LOOK = 0.1
@@ -405,6 +406,8 @@ def _call_runtime(job: CheckpointJob, held: HeldDump | None = None) -> GpusnapEr
                 # A runtime that was killed leaves its CRIU, which still holds the processes, and freezes a
                 # paused container again at its end (criu/seize.c, freezer_restore_state).
                 _let_criu_end(job, held)
+    if done.code != 0 and job.init is not None:
+        network_lock.remove_left_lock(job.init.pid, job.container.key)
     dumped = _has(job, manifest.INVENTORY)
     refused = held is not None and held.is_refused
     if done.code != 0 and dumped and not refused and not _is_alive(job):

@@ -101,6 +101,41 @@ def test_stopped_in_a_dump(real: str, settings: shimhost.Writer, archive: Path, 
     Container.restore("w", archive).goes_on()
 
 
+@pytest.mark.parametrize(
+    "killed", [("criu",), ("gpusnap-runtime", "crun", "runc", "criu")], ids=["criu", "all"]
+)
+def test_the_network_after_criu_is_killed(
+    real: str, settings: shimhost.Writer, tmp_path: Path, killed: tuple[str, ...]
+) -> None:
+    """CRIU drops all packets of a container that it dumps; one that is killed does not end that itself."""
+    script, met = tmp_path / "script", tmp_path / "met"
+    script.write_text(_WAITS.format(met=met))
+    script.chmod(0o755)
+    settings(f'[criu]\naction-script = "{script}"\n')
+    container = Container.start("w", *WORK, options=["--network", "bridge"])
+
+    def is_locked() -> bool:
+        words = ("nsenter", "--target", str(container.pid), "--net")
+        return any("CRIU" in run(*words, program, "-S").out for program in ("iptables", "ip6tables"))
+
+    line = ["podman", "--runtime", "gpusnap-runtime", "container", "checkpoint", "--leave-running", "w"]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as engine:
+        try:
+            until(lambda: met.exists() or engine.poll() is not None, "the end of CRIU's dump")
+            assert is_locked()
+            for pid in [pid for name in killed for pid in proc.pids() if proc.comm(pid) == name]:
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            met.unlink(missing_ok=True)
+        engine.wait(DEADLINE)
+    assert engine.returncode != 0
+    if len(killed) > 1:
+        assert is_locked()
+        good(run("/usr/local/bin/gpusnap", "recover", container.id))
+    assert not is_locked()
+    container.goes_on()
+
+
 def test_ghost_limit(real: str, settings: shimhost.Writer, archive: Path) -> None:
     """A deleted file that is open is carried along up to criu.ghost-limit, which an annotation lowers."""
     grow = "head -c 4194304 /dev/urandom > /g; exec 3< /g; rm /g; exec /gpuwork --mib 8 --tick 30"

@@ -38,7 +38,7 @@ from gpusnap.runtime_shim.snapshot.memory.destination import (
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
-from gpusnap.runtime_shim.snapshot.recovery import held_threads
+from gpusnap.runtime_shim.snapshot.recovery import held_threads, network_lock
 from gpusnap.runtime_shim.snapshot.recovery.bring_back import bring_back, list_alive
 
 _SETTLING = 10.0  # seconds
@@ -109,6 +109,8 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         what = "its pause" if entry.paused is not None else "a thread that was held"
         return f"only {what} needed repair"
     _wait_for_dying(entry)
+    for process in list_alive(entry)[:1]:
+        network_lock.remove_left_lock(process.pid, entry.key)
     there = bring_back(entry, driver, settings, let_go)
     _check_image_is_mounted(entry, runs=bool(there) or not entry.processes)
     if there:
