@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -90,10 +91,10 @@ def json_of(gpusnap: Run, *line: str) -> Any:
     return json.loads(out)
 
 
-@pytest.fixture
-def kept(tmp_path: Path) -> Kept:
-    """Two checkpoints of one container, the pages of a third, and one without a GPU."""
-    store = Store(tmp_path / "store")
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    """What `kept` copies: nearly all tests have it, and it takes longer to make than most of them."""
+    store = Store(tmp_path_factory.mktemp("original") / "store")
     base, changed = noise(16, 1), noise(16, 1)
     changed[CHUNK : 2 * CHUNK] = noise(1, 2)
     later = replace(a_manifest(), processes=(replace(a_manifest().processes[0], command=("sleep", "601")),))
@@ -120,6 +121,14 @@ def kept(tmp_path: Path) -> Kept:
     pages = keep(store, noise(3, 5), annotations={"org.opencontainers.image.created": "2026-01-04T00:00:00Z"})
     plain = keep(store, names=("plain",), records=records, gpu=False, annotations={})
     return Kept(store, first, second, pages, plain)
+
+
+@pytest.fixture
+def kept(original: Kept, tmp_path: Path) -> Kept:
+    """Two checkpoints of one container, the pages of a third, and one without a GPU."""
+    store = Store(tmp_path / "store")
+    shutil.copytree(original.store.path, store.path, symlinks=True, copy_function=shutil.copy)
+    return replace(original, store=store)
 
 
 # ls
