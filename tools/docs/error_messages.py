@@ -9,12 +9,15 @@ that was seen; what is filled in stands in angle brackets. Nothing is imported o
 from __future__ import annotations
 
 import ast
+import gc
 import itertools
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from tools.docs.error_templates import bare, called, has_words, pattern
@@ -114,8 +117,9 @@ class _Module:
     constants: dict[str, str] = field(default_factory=dict)
     imported: dict[str, str] = field(default_factory=dict)
     """The full name of what an import binds."""
-    inside: dict[ast.AST, _Function | None] = field(default_factory=dict)
-    """The function around each node."""
+    inside: dict[ast.Call, _Function | None] = field(default_factory=dict)
+    """The function around each call."""
+    classes: list[ast.ClassDef] = field(default_factory=list)
     methods: set[_Function] = field(default_factory=set)
     calls: list[ast.Call] = field(default_factory=list)
     """In the order of lines."""
@@ -123,7 +127,14 @@ class _Module:
 
 def read(root: Path) -> Messages:
     """All messages of gpusnap in the checkout `root`, in the order of modules and lines."""
-    found = _Reading(tuple(_modules(root))).messages()
+    # Among the trees of all modules, the search for garbage would take as long as all else together.
+    searches = gc.isenabled()
+    gc.disable()
+    try:
+        found = _Reading(tuple(_modules(root))).messages()
+    finally:
+        if searches:
+            gc.enable()
     launcher = root / "runtime_shim" / "launcher" / "launcher.c"
     if launcher.exists() and all(words in launcher.read_text("utf-8") for words in _IN_C):
         return replace(found, messages=(*found.messages, _OF_THE_LAUNCHER))
@@ -142,14 +153,21 @@ def _modules(root: Path) -> Iterator[_Module]:
 
 
 def _survey(module: _Module) -> None:
-    for node in ast.walk(module.tree):
+    queue: deque[tuple[ast.AST, _Function | None]] = deque([(module.tree, None)])
+    while queue:
+        node, around = queue.popleft()
         match node:
             case ast.ImportFrom(module=str(source)):
                 module.imported |= {(a.asname or a.name): f"{source}.{a.name}" for a in node.names}
             case ast.Call():
                 module.calls.append(node)
+                module.inside[node] = around
             case ast.ClassDef():
+                module.classes.append(node)
                 module.methods |= {each for each in node.body if isinstance(each, _Function)}
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                around = node
+        queue.extend((child, around) for child in ast.iter_child_nodes(node))
     module.calls.sort(key=lambda each: (each.lineno, each.col_offset))
     for statement in module.tree.body:
         match statement:
@@ -158,12 +176,6 @@ def _survey(module: _Module) -> None:
                 module.constants |= {} if name == "__version__" else {name: text}
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=str(text))):
                 module.constants[name] = text
-    stack: list[tuple[ast.AST, _Function | None]] = [(module.tree, None)]
-    while stack:
-        node, around = stack.pop()
-        module.inside[node] = around
-        inner = node if isinstance(node, _Function) else around
-        stack += [(child, inner) for child in ast.iter_child_nodes(node)]
 
 
 class _Reading:
@@ -195,11 +207,10 @@ class _Reading:
     def _classes(self) -> dict[str, Kind]:
         found: dict[str, Kind] = {}
         for module in self._modules:
-            for node in ast.walk(module.tree):
-                if isinstance(node, ast.ClassDef):
-                    bases = tuple(each.id for each in node.bases if isinstance(each, ast.Name))
-                    said = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-                    found[node.name] = Kind(node.name, bases, said, dict(self._strings(module, node)))
+            for node in module.classes:
+                bases = tuple(each.id for each in node.bases if isinstance(each, ast.Name))
+                said = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                found[node.name] = Kind(node.name, bases, said, dict(self._strings(module, node)))
         ours = {*_BASES}
         while more := {k for k, kind in found.items() if k not in ours and ours.intersection(kind.bases)}:
             ours |= more
@@ -372,6 +383,15 @@ def _is_said(call: ast.Call) -> bool:
     return False
 
 
+@cache
+def _binding(function: _Function) -> tuple[ast.Name | ast.ExceptHandler | ast.Assign, ...]:
+    """What binds a name in the function; it is asked for each of its names."""
+    found = (
+        node for node in ast.walk(function) if isinstance(node, ast.Name | ast.ExceptHandler | ast.Assign)
+    )
+    return tuple(node for node in found if not isinstance(node, ast.Name) or isinstance(node.ctx, ast.Store))
+
+
 def _assigned(function: _Function, name: str) -> list[ast.expr] | None:
     """The expressions that `name` stands for in the function; None where it is more than that."""
     arguments = function.args
@@ -379,9 +399,9 @@ def _assigned(function: _Function, name: str) -> list[ast.expr] | None:
         return None
     found: list[ast.expr] = []
     stored = 0
-    for node in ast.walk(function):
+    for node in _binding(function):
         match node:
-            case ast.Name(id=id, ctx=ast.Store()) if id == name:
+            case ast.Name(id=id) if id == name:
                 stored += 1
             case ast.ExceptHandler(name=id) if id == name:
                 return None
