@@ -283,6 +283,16 @@ class Container:
         assert not (self.image_path / "gpusnap" / "manifest.json").exists()
         assert not (self.image_path / "inventory.img").exists()
 
+    def fill_shared_memory(self, mib: int) -> None:
+        """Put so many MiB, a multiple of 50, that cannot be compressed into its /dev/shm.
+
+        The same 50 MiB again and again, further apart than gzip and Podman's zstd look back: the kernel takes
+        long for random bytes.
+        """
+        copies = "".join(["cat /dev/shm/x0 >>/dev/shm/x\n"] * (mib // 50 - 1))
+        script = f"set -e\ndd if=/dev/urandom of=/dev/shm/x0 bs=1M count=50\n{copies}"
+        good(podman("exec", self.name, "sh", "-c", script))
+
     def remove(self) -> None:
         good(podman("rm", "--force", "--time", "0", self.name))
 

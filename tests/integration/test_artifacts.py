@@ -631,7 +631,7 @@ def interrupted_export(
     container: Container, *options: str
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """`gpusnap checkpoint`, and the Podman that is stopped in the midst of its export."""
-    good(podman("exec", container.name, "dd", "if=/dev/urandom", "of=/dev/shm/x", "bs=1M", "count=250"))
+    container.fill_shared_memory(250)
     child = subprocess.Popen(
         [COMMAND, "checkpoint", container.name, *options], stderr=subprocess.PIPE, text=True
     )

@@ -384,7 +384,7 @@ def test_interrupted_while_it_is_frozen(one_runtime: Store, other: OtherHost, vo
     """Ctrl-C while Podman exports the last checkpoint of one with --rm: it runs on, as it was."""
     options = ("--rm", "-v", "data:/data", "-v", "/more", "--shm-size", "500m")
     container = Container.start("w", *WORK, gpus=["0"], options=options)
-    good(podman("exec", "w", "dd", "if=/dev/urandom", "of=/dev/shm/x", "bs=1M", "count=400"))
+    container.fill_shared_memory(400)
     init, records = container.pid, Path("/run/gpusnap/journal")
 
     def is_left_stopped() -> bool:
