@@ -42,7 +42,6 @@ from faulthost import (
     Done,
     Report,
     State,
-    parser,
     prepare,
     processes,
     run_limited,
@@ -63,8 +62,10 @@ from containerdhost import (
     spare_old_groups,
 )
 from host_state import describe
-from kills import Bench, Killer, Line, signals_of
+from kills import Bench, Killer, Line, count_rounds, parse_options
 from support import GPUS_CONF, good, remove_left_groups, until
+
+from gpusnap.runtime_shim.process import proc
 
 NAME = "killed"
 FOLDER = Path("/var/tmp/ctr-kills")
@@ -229,18 +230,6 @@ def _describe(bench: Tasks, way: str, done: Done, killer: Killer) -> str:
     return f"{way}, {sent} for {killer.killed} after {killer.after:.2f} s, exit code {done.code}"
 
 
-def _is_same(init: int, start: str) -> bool:
-    return _start(init) == start
-
-
-def _start(pid: int) -> str:
-    """The start time of a process that is no zombie; "" where there is none."""
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        return words[19] if words[0] not in "ZX" else ""
-    return ""
-
-
 # A round of each way
 
 
@@ -291,7 +280,8 @@ def exit_(bench: Tasks) -> str:
     """Kill a checkpoint that ends the task: it runs on, or what was made can be restored."""
     image, config = FOLDER / "image", FOLDER / "config.json"
     shutil.copy(bench.server.bundle(NAME) / "config.json", config)
-    init, start = bench.work.pid, _start(bench.work.pid)
+    init = proc.process(bench.work.pid)
+    assert init is not None
     line = bench.line("task", "checkpoint", "--exit", "--image-path", image, NAME)
     done, killer = bench.run("exit", line)
     said = bench.recover()
@@ -299,7 +289,7 @@ def exit_(bench: Tasks) -> str:
     bench.nothing_to_recover(what)
     by_shim = bench.ended_by_shim(killer)
     whole = (image / "gpusnap/manifest.json").exists()
-    if _is_same(init, start):
+    if proc.is_same(init.pid, init.start):
         outcome = bench.goes_on(what)
     elif whole:
         good(run_limited([COMMAND, "verify", str(image)]))
@@ -406,14 +396,6 @@ def run_all(bench: Tasks, ways: Sequence[str], numbers: Iterable[int]) -> None:
             return
 
 
-def count_rounds(report: Report, rounds: int, seconds: float) -> Iterator[int]:
-    """Yield the numbers of the rounds, none after so many seconds."""
-    for number in range(rounds):
-        if report.over(seconds):
-            return
-        yield number
-
-
 @contextmanager
 def at_work(report: Report, runtime: str, options: argparse.Namespace) -> Iterator[Tasks]:
     """A new containerd with one task."""
@@ -422,8 +404,8 @@ def at_work(report: Report, runtime: str, options: argparse.Namespace) -> Iterat
     with spare_old_groups(runtime) as lines:
         settings(runtime, more=lines)
         with containerd(FOLDER / "server") as server:
-            victims = tuple(options.victims.split(","))
-            bench = Tasks(report, runtime, victims, "", options.signals, server=server, lines=lines)
+            given = (report, runtime, options.victims, "", options.signals)
+            bench = Tasks(*given, server=server, lines=lines)
             try:
                 ready(bench)
                 yield bench
@@ -435,18 +417,11 @@ def at_work(report: Report, runtime: str, options: argparse.Namespace) -> Iterat
 
 def main() -> int:
     """Run the rounds, under each runtime in turn."""
-    given = parser(__doc__ or "", 200)
-    given.add_argument("--runtimes", default="crun,runc")
-    given.add_argument("--ways", default=",".join(ROUNDS))
-    given.add_argument("--victims", default=",".join(VICTIMS))
-    given.add_argument("--signals", type=signals_of, default=())
-    options = given.parse_args()
+    options = parse_options(__doc__ or "", 200, victims=VICTIMS, ways=tuple(ROUNDS))
     report = prepare("ctr_kills", options)
-    runtimes = options.runtimes.split(",")
-    for at, runtime in enumerate(runtimes):
-        ways = [way for way in options.ways.split(",") if way != "exit" or runtime == "runc"]
-        limit = options.seconds * (at + 1) / len(runtimes)
-        numbers = count_rounds(report, options.rounds // len(runtimes), limit)
+    for at, runtime in enumerate(options.runtimes):
+        ways = [way for way in options.ways if way != "exit" or runtime == "runc"]
+        numbers = count_rounds(report, options, at)
         for number in numbers:
             with at_work(report, runtime, options) as bench:
                 run_all(bench, ways, chain([number], numbers))

@@ -21,6 +21,7 @@ rules of SIGKILL hold.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -557,32 +558,48 @@ def ready(bench: Bench, ways: tuple[str, ...]) -> None:
     bench.measure("gc", [COMMAND, "gc", f"oci:{STORE}"])
 
 
+def parse_options(
+    doc: str, rounds: int, *, victims: tuple[str, ...], ways: tuple[str, ...] = ()
+) -> argparse.Namespace:
+    """Return the options of a storm: `rounds`, `victims` and `ways` are those without options."""
+
+    def words(text: str) -> tuple[str, ...]:
+        return tuple(text.split(","))
+
+    given = parser(doc, rounds)
+    given.add_argument("--runtimes", type=words, default=_RUNTIMES)
+    if ways:
+        given.add_argument("--ways", type=words, default=ways)
+    given.add_argument("--victims", type=words, default=victims)
+    given.add_argument("--signals", type=signals_of, default=())
+    return given.parse_args()
+
+
+def count_rounds(report: Report, options: argparse.Namespace, at: int) -> Iterator[int]:
+    """Yield the numbers of the rounds under the runtime at `at`, none after its part of the time."""
+    parts = len(options.runtimes)
+    for number in range(options.rounds // parts):
+        if report.over(options.seconds * (at + 1) / parts):
+            return
+        yield number
+
+
 def main() -> int:
     """Run the rounds, under each runtime in turn."""
-    given = parser(__doc__ or "", 300)
-    given.add_argument("--runtimes", default="crun,runc")
-    given.add_argument("--ways", default=",".join(WAYS))
-    given.add_argument("--victims", default=",".join(VICTIMS))
-    given.add_argument("--signals", type=signals_of, default=())
-    options = given.parse_args()
+    options = parse_options(__doc__ or "", 300, victims=VICTIMS, ways=WAYS)
     report = prepare("kills", options)
-    ways = tuple(options.ways.split(","))
-    runtimes = options.runtimes.split(",")
     with ExitStack() as stack:
         registry = stack.enter_context(running()).host
-        for runtime in runtimes:
+        for at, runtime in enumerate(options.runtimes):
             settings(runtime)
             faults("")
             shutil.rmtree(FOLDER, ignore_errors=True)
             shutil.rmtree(STORE, ignore_errors=True)
             FOLDER.mkdir(parents=True)
-            victims = tuple(options.victims.split(","))
-            bench = Bench(report, runtime, victims, registry, options.signals)
-            ready(bench, ways)
-            for number in range(options.rounds // len(runtimes)):
-                if report.over(options.seconds * (1 + runtimes.index(runtime)) / len(runtimes)):
-                    break
-                way = ways[number % len(ways)]
+            bench = Bench(report, runtime, options.victims, registry, options.signals)
+            ready(bench, options.ways)
+            for number in count_rounds(report, options, at):
+                way = options.ways[number % len(options.ways)]
                 one_round(bench, way, f"{runtime}, round {number}, {way}")
             remove_all()
     return report.end()

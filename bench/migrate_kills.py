@@ -28,7 +28,6 @@ from faulthost import (
     Report,
     checked_message,
     goes_on,
-    parser,
     prepare,
     remove_all,
     run_limited,
@@ -36,7 +35,7 @@ from faulthost import (
     wait_for,
 )
 from host_state import describe
-from kills import NAME, Bench, run_again, signals_of
+from kills import NAME, Bench, count_rounds, parse_options, run_again
 from otherhost import SSH, OtherHost, other_host
 from support import good, podman
 
@@ -122,24 +121,17 @@ def one_round(report: Report, bench: Bench, name: str) -> None:
 
 def main() -> int:
     """Run the rounds, under each runtime in turn."""
-    given = parser(__doc__ or "", 100)
-    given.add_argument("--runtimes", default="crun,runc")
-    given.add_argument("--victims", default=",".join(VICTIMS))
-    given.add_argument("--signals", type=signals_of, default=())
-    options = given.parse_args()
+    options = parse_options(__doc__ or "", 100, victims=VICTIMS)
     report = prepare("migrate_kills", options)
-    runtimes = options.runtimes.split(",")
-    for at, runtime in enumerate(runtimes):
+    for at, runtime in enumerate(options.runtimes):
         settings(runtime)
-        bench = Bench(report, runtime, tuple(options.victims.split(",")), "", options.signals)
+        bench = Bench(report, runtime, options.victims, "", options.signals)
         shutil.rmtree(STORE, ignore_errors=True)
         with other_host((STORE,)):
             bench.begin()
             bench.measure("migrate", LINE)
             remove_all()
-        for number in range(options.rounds // len(runtimes)):
-            if report.over(options.seconds * (at + 1) / len(runtimes)):
-                break
+        for number in count_rounds(report, options, at):
             one_round(report, bench, f"{runtime}, round {number}")
         remove_all()
         shutil.rmtree(STORE, ignore_errors=True)

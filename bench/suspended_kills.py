@@ -31,7 +31,6 @@ from faulthost import (
     Bad,
     State,
     goes_on,
-    parser,
     prepare,
     processes,
     remove_all,
@@ -39,7 +38,7 @@ from faulthost import (
     settings,
     start,
 )
-from kills import NAME, Bench, signals_of
+from kills import NAME, Bench, count_rounds, parse_options
 from support import Container, good, podman
 
 OTHER = "other"
@@ -198,23 +197,14 @@ def one_round(bench: Pair, way: str, name: str) -> None:
 
 def main() -> int:
     """Run the rounds, under each runtime in turn."""
-    given = parser(__doc__ or "", 200)
-    given.add_argument("--runtimes", default="crun,runc")
-    given.add_argument("--ways", default=",".join(ROUNDS))
-    given.add_argument("--victims", default=",".join(VICTIMS))
-    given.add_argument("--signals", type=signals_of, default=())
-    options = given.parse_args()
+    options = parse_options(__doc__ or "", 200, victims=VICTIMS, ways=tuple(ROUNDS))
     report = prepare("suspended_kills", options)
-    ways = tuple(options.ways.split(","))
-    runtimes = options.runtimes.split(",")
-    for at, runtime in enumerate(runtimes):
+    for at, runtime in enumerate(options.runtimes):
         settings(runtime)
-        bench = Pair(report, runtime, tuple(options.victims.split(",")), "", options.signals)
+        bench = Pair(report, runtime, options.victims, "", options.signals)
         ready(bench)
-        for number in range(options.rounds // len(runtimes)):
-            if report.over(options.seconds * (at + 1) / len(runtimes)):
-                break
-            way = ways[number % len(ways)]
+        for number in count_rounds(report, options, at):
+            way = options.ways[number % len(options.ways)]
             one_round(bench, way, f"{runtime}, round {number}, {way}")
         remove_all()
         shutil.rmtree(STORE, ignore_errors=True)

@@ -40,7 +40,8 @@ class Nvidia:
     lock_timeout: float = 10.0
     """Seconds that a process may take to finish its current GPU work, or within vfork."""
     allow_nccl: bool = False
-    """Checkpoint processes that may share GPU memory through NCCL, which the driver cannot restore."""
+    """Checkpoint processes that may share GPU memory through NCCL, which the driver cannot restore; and, with
+    --leave-running, ranks whose GPUs another process uses, too."""
     driver: str = "native"
     """Who suspends the processes. native: gpusnap, by the driver's API. criu-plugin: CRIU's CUDA plugin."""
     libdir: str = ""

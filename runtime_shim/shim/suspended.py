@@ -35,6 +35,7 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.paused_container import answer_
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.recovery import restore as recover_restore
+from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 from gpusnap.runtime_shim.snapshot.suspended_containers import sweep
 
 # The real runtime is to run.
@@ -88,7 +89,7 @@ def _answer_by_journal(command: str, container: str, root: str | None, *, forced
     if command == "resume":
         return any(map(answer_resume, _list_noted(journal.THAWED, container, root)))
     if command == "delete":
-        for key in _list_noted("restore", container, root):
+        for key in _list_noted(restore_record.KIND, container, root):
             recover_restore.spare_files(key, forced=forced)
         for key in _list_noted(journal.THAWED, container, root):
             journal.drop(key, journal.THAWED)
@@ -98,7 +99,8 @@ def _answer_by_journal(command: str, container: str, root: str | None, *, forced
 def _list_noted(kind: str, container: str, root: str | None) -> list[str]:
     """Return the keys of the container's files of a kind in the journal."""
     found = [key for key in journal.list_noted(kind) if container_key.id_of(key) == container]
-    return found if root is None else [key for key in found if key in _list_keys(container, root)]
+    known = found if root is None else _list_keys(container, root)
+    return [key for key in found if key in known]
 
 
 def _list_keys(container: str, root: str) -> set[str]:

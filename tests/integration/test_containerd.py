@@ -16,6 +16,7 @@ from containerdhost import Containerd, Work, containerd, recorded, restored_from
 from registryhost import Registry, running
 from support import GPUS_CONF, RUNTIME, faults, good, kill_at, run, until
 
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 from gpusnap.runtime_shim.runtime import container as containers
 
@@ -386,12 +387,7 @@ def holds_criu(group: Path) -> bool:
 
 
 def pids_of(*names: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if path.read_text().strip() in names:
-                found.append(int(path.parent.name))
-    return found
+    return [pid for pid in proc.pids() if proc.comm(pid) in names]
 
 
 def criu_runs() -> bool:

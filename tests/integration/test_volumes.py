@@ -6,13 +6,12 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from storehost import COMMAND, PLAIN, done, empty_store, gpusnap
-from support import Container, good, podman, run, sentence
+from support import Container, good, podman, run, sentence, until
 
 from gpusnap.oci.store.store import Store
 
@@ -114,44 +113,55 @@ def test_left_out(store: Store, tmp_path: Path) -> None:
     assert volumes() == {"weights"}
 
 
-def test_one_of_two(store: Store) -> None:
-    """Podman could only ignore both: the one that is missing is made from the checkpoint before."""
+@pytest.fixture
+def without_cache(store: Store) -> tuple[Container, dict[str, str]]:
+    """A container that has ended, of whose two volumes one is left; and the digests of both, by name."""
     filled("weights", "cache")
     before = {each: sums(each) for each in ("weights", "cache")}
-    container = start("w", "weights", "cache")
+    container = start("w", *before)
     good(gpusnap("checkpoint", "w", "--name", "one"))
     container.remove()
     good(run("podman", "volume", "rm", "cache"))
+    return container, before
+
+
+def test_one_of_two(without_cache: tuple[Container, dict[str, str]]) -> None:
+    """Podman could only ignore both: the one that is missing is made from the checkpoint before."""
+    container, before = without_cache
     back = gpusnap("restore", "one")
     good(back)
     assert "the existing volume weights is used as it is" in back.err
     assert "cache" not in back.err
     container.goes_on()
-    assert {each: sums(each) for each in ("weights", "cache")} == before
+    assert {each: sums(each) for each in before} == before
 
 
-def test_killed_while_one_is_filled(store: Store) -> None:
+# Podman, which does not come to fill a volume.
+_STOPS = """#!/bin/sh
+case "$1 $2" in "volume import") echo $$ >{met}.new; mv {met}.new {met}; exec sleep 1000;; esac
+exec /usr/bin/podman "$@"
+"""
+
+
+def test_killed_while_one_is_filled(without_cache: tuple[Container, dict[str, str]], tmp_path: Path) -> None:
     """No restore uses what it left; the next one makes it anew, as the message says."""
-    filled("weights", "cache")
-    before = {each: sums(each) for each in ("weights", "cache")}
-    container = start("w", "weights", "cache")
-    good(gpusnap("checkpoint", "w", "--name", "one"))
-    container.remove()
-    good(run("podman", "volume", "rm", "cache"))
-    there = podman("volume", "inspect", "--format", "{{.Mountpoint}}", "weights").out.strip()
-    mark = os.path.join(os.path.dirname(os.path.dirname(there)), "cache", "_data", ".gpusnap-incomplete")
-    with subprocess.Popen([COMMAND, "restore", "one"], stderr=subprocess.DEVNULL) as killed:
-        deadline = time.monotonic() + 30
-        while not os.path.exists(mark) and killed.poll() is None:
-            assert time.monotonic() < deadline
+    container, before = without_cache
+    wrapper, met = tmp_path / "podman", tmp_path / "met"
+    wrapper.write_text(_STOPS.format(met=met))
+    wrapper.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    line = [COMMAND, "restore", "one"]
+    with subprocess.Popen(line, stderr=subprocess.DEVNULL, env=environment) as killed:
+        until(met.exists, "the import of files into the volume")
         os.kill(killed.pid, signal.SIGKILL)
+    os.kill(int(met.read_text()), signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL
     said = sentence(gpusnap("restore", "one"))
     assert said.startswith("the volume cache lacks files: gpusnap was killed while it filled it")
     good(run("podman", "volume", "rm", "cache"))
     good(gpusnap("restore", "one"))
     container.goes_on()
-    assert {each: sums(each) for each in ("weights", "cache")} == before
+    assert {each: sums(each) for each in before} == before
 
 
 def test_what_is_in_use(store: Store) -> None:

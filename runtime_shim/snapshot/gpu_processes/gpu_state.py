@@ -204,6 +204,12 @@ def is_suspended(driver: Driver, pid: int) -> bool:
     return driver_calls.state(driver, pid) is ProcessState.CHECKPOINTED
 
 
+def map_needs(used: Mapping[int, Needs], pairs: Iterable[tuple[str, str]]) -> dict[int, Needs]:
+    """Return what processes that used this, by PID, need on the GPUs to which they move."""
+    new = dict(pairs)
+    return {pid: [(new.get(uuid, uuid), size) for uuid, size in each] for pid, each in used.items()}
+
+
 def resume(
     driver: Driver,
     pids: Iterable[int],
@@ -276,7 +282,10 @@ def _wait_for_room(
         except GpusnapError:
             return False
 
-    wanted = {pid: needs[pid] for pid in pids if needs.get(pid) and is_taken(pid)}
+    wanted = {pid: needs[pid] for pid in pids if needs.get(pid)}
+    if not _find_crowded(driver, wanted):
+        return {}
+    wanted = {pid: each for pid, each in wanted.items() if is_taken(pid)}
     deadline = time.monotonic() + seconds
     while (found := _find_crowded(driver, wanted)) and time.monotonic() < deadline:
         look()

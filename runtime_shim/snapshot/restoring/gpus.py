@@ -20,7 +20,7 @@ from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.devices.nvidia_hooks import rerun
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import resume
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import map_needs, resume
 from gpusnap.runtime_shim.snapshot.loading.prefetch import PrefetchedPages
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.restoring.job import RestoreJob
@@ -66,8 +66,7 @@ def _fill(
     assert job.remap is not None
     recorded = {by_inner[each.pid].pid: each for each in job.record.processes if each.pid in by_inner}
     pairs = {pid: job.remap.list_pairs(uuid for uuid, _ in each.gpus) for pid, each in recorded.items()}
-    new = dict(job.remap.pairs)
-    needs = {pid: [(new.get(uuid, uuid), used) for uuid, used in each.gpus] for pid, each in recorded.items()}
+    needs = map_needs({pid: each.gpus for pid, each in recorded.items()}, job.remap.pairs)
     gone_on: set[int] = set()
     with job.transaction.step("fill"):
         # CRIU restores them stopped. They must be stopped even if it once does not.

@@ -29,7 +29,8 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.restoring.place import Place
 
-_KIND = "restore"
+KIND = "restore"
+"""The kind of file in the journal that records a restore."""
 _VERSION = 1
 
 
@@ -128,7 +129,7 @@ def describe_change(before: bytes, after: bytes) -> dict[str, str]:
     }
 
 
-def write(entry: Restore, kind: str = _KIND) -> None:
+def write(entry: Restore, kind: str = KIND) -> None:
     """Write the entry; replace an earlier one. Raises GpusnapError."""
     journal.write_document(
         entry.key, kind, {"version": _VERSION, "container": entry.container, **asdict(entry)}
@@ -137,7 +138,7 @@ def write(entry: Restore, kind: str = _KIND) -> None:
 
 def forget(key: str) -> None:
     """Remove the entry: the container runs, or nothing is left of it."""
-    journal.drop(key, _KIND)
+    journal.drop(key, KIND)
 
 
 def record_start(entry: Restore) -> None:
@@ -158,10 +159,10 @@ def record_start(entry: Restore) -> None:
 
 def entries(unreadable: dict[str, GpusnapError] | None = None) -> tuple[Restore, ...]:
     """Return all entries, by container. `unreadable` and errors: as in `journal.read_each`."""
-    return tuple(journal.read_each(journal.list_noted(_KIND), read, unreadable))
+    return tuple(journal.read_each(journal.list_noted(KIND), read, unreadable))
 
 
-def read(key: str, kind: str = _KIND) -> Restore | None:
+def read(key: str, kind: str = KIND) -> Restore | None:
     """Read the entry of a container by its key, if there is one. Raises GpusnapError if this fails."""
     document = journal.load(key, kind)
     if document is None:

@@ -39,7 +39,7 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.devices.device_access import Update
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch, paused_container
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Needs, Pairs
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs, map_needs
 from gpusnap.runtime_shim.snapshot.memory import suspended_memory, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
@@ -226,12 +226,6 @@ def _map_pairs(found: Suspension) -> Mapping[int, Pairs]:
     return {each.pid: tuple((uuid, new[uuid]) for uuid, _ in each.gpus) for each in found.processes}
 
 
-def _list_needs(found: Suspension) -> Mapping[int, Needs]:
-    """Return what each process needs on the GPUs that were chosen for it."""
-    new = dict(found.pairs)
-    return {each.pid: [(new.get(uuid, uuid), used) for uuid, used in each.gpus] for each in found.processes}
-
-
 def _bring_back(
     found: Suspension,
     settings: Settings,
@@ -264,7 +258,7 @@ def _bring_back(
                     let_go,
                     check=partial(_check_access, found, driver, allow),
                     pairs=_map_pairs(found),
-                    needs=_list_needs(found),
+                    needs=map_needs({each.pid: each.gpus for each in found.processes}, found.pairs),
                     loaded=loaded,
                     interrupt=stop_if_asked,
                     cut_off=cut_off,
