@@ -56,7 +56,8 @@ CODES = (
         "checkpoint: this host, or the container's limit, does not have enough RAM for the GPU memory.",
         "During a restore: stop the process that uses the GPU (`nvidia-smi` shows it), or choose another "
         "GPU with `--gpu-map`. During a checkpoint: free RAM, or raise the container's limit (`podman "
-        "update --memory`).",
+        "update --memory`). If gpusnap says that the driver cannot restore the process any more, see "
+        'docs/gpus.md, "GPUs that are shared".',
     ),
     ErrorCode(
         "GPS-308",

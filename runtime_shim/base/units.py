@@ -32,3 +32,10 @@ def _duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def format_shortage(free: int, needed: int) -> str:
+    """Format two sizes (bytes) in one unit, rounded away from each other: they never look the same."""
+    bits, unit = (30, "GiB") if needed >= 1 << 30 else (20, "MiB")
+    tenths, more = free * 10 >> bits, -(-needed * 10 >> bits)
+    return f"{tenths / 10:.1f} {unit} free, {more / 10:.1f} {unit} needed"

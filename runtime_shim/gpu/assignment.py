@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.base.errors import Refused
+from gpusnap.runtime_shim.base.units import format_shortage
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, is_meant
 
@@ -230,14 +231,7 @@ def _misfit(old: WantedGpu, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | 
         return None
     if busy and _free(new, _NOTHING) >= old.memory_used:
         return _Misfit("reserved by another restore", _WAIT)
-    return _Misfit(_format_shortage(_free(new, reserved), old.memory_used), FREE)
-
-
-def _format_shortage(free: int, needed: int) -> str:
-    """Format two sizes in one unit, rounded away from each other, so that they never look the same."""
-    bits, unit = (30, "GiB") if needed >= 1 << 30 else (20, "MiB")
-    tenths, more = free * 10 >> bits, -(-needed * 10 >> bits)
-    return f"{tenths / 10:.1f} {unit} free, {more / 10:.1f} {unit} needed"
+    return _Misfit(format_shortage(_free(new, reserved), old.memory_used), FREE)
 
 
 def _names(indices: Iterable[int]) -> str:

@@ -488,8 +488,9 @@ def _finish_image(job: CheckpointJob, draft: Draft) -> None:
         raise known from error
     if failure is not None:
         failure.add_hint(
-            f"the checkpoint in {job.image_path} is complete and can be restored; run gpusnap recover "
-            f"{job.container.id} to resume the processes that are still stopped",
+            f"the checkpoint in {job.image_path} is complete; run gpusnap recover {job.container.id} to "
+            "resume the processes that are still stopped, or kill the container and restore it from this "
+            f"checkpoint (Podman: podman container restore {job.container.id[:12]})",
         )
         raise failure
     if job.remover is not None:

@@ -186,10 +186,13 @@ CUresult checkpoint_restore(const CUcheckpointGpuPair *pairs, unsigned count, co
 {
     static struct client staged[GPU_MAX]; /* only the restore thread comes here, and its stack is small */
     static struct host host;
+    static bool broken; /* by a restore that lacked memory: driver 580.159 cannot restore the process any more */
     const struct gpu *chosen[GPU_MAX];
     const struct region_header *header = (const struct region_header *)region.base;
     if (memcmp(header->magic, REGION_MAGIC, sizeof(header->magic)) != 0 || header->size != region.size)
         return CUDA_ERROR_UNKNOWN; /* whoever took the bytes away has not put them back */
+    if (broken)
+        return CUDA_ERROR_OPERATING_SYSTEM;
     if (host_read(&host) != 0)
         return CUDA_ERROR_SYSTEM_NOT_READY;
     CUresult result = choose(&host, pairs, count, chosen);
@@ -200,6 +203,7 @@ CUresult checkpoint_restore(const CUcheckpointGpuPair *pairs, unsigned count, co
         error = -EIO;
     if (error) {
         unwind(staged);
+        broken = error == -ENOMEM;
         return result_of_errno(error);
     }
     for (int i = 0; i < process.visible_count; i++) {

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from realhost import Machine, Program, Workload
@@ -32,6 +37,32 @@ def runs_on_and_comes_back(program: Program, digest: str) -> None:
     program.goes_on(more=5)
     same_as_uninterrupted(program, TORCH)
     good(gpusnap("rm", "--all", digest))
+
+
+@contextmanager
+def taking_all_but(spare: int, driver: Nvidia) -> Iterator[None]:
+    """Another process takes the GPU's free memory but for so many bytes."""
+    gpu = driver.host().gpus[0]
+    size = gpu.memory_total - gpu.memory_used - spare
+    words = [sys.executable, str(Path(__file__).with_name("program.py")), str(size)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout
+            assert other.stdout.readline() == "ready\n"
+            yield
+        finally:
+            other.kill()
+
+
+def test_memory_taken_meanwhile(real: str, machine: Machine, driver: Nvidia) -> None:
+    """Without room on the GPU a container stays suspended, and resumes when there is room again."""
+    program = Program.begin("w", Workload.gpuwork(4096), machine.options())
+    good(gpusnap("suspend", "w"))
+    with taking_all_but(2 << 30, driver):
+        assert "free" in sentence(gpusnap("resume", "w"))
+        assert state("w")["state"] == "suspended"
+    good(gpusnap("resume", "w"))
+    program.goes_on()
 
 
 def test_there_and_back(real: str, machine: Machine, driver: Nvidia) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -115,8 +116,23 @@ def test_checkpoint_fails_for_one_of_several(real: str, archive: Path) -> None:
 def test_resume_fails_at_first(real: str, archive: Path) -> None:
     """A driver that refuses twice to take the memory back is asked again, and the container runs on."""
     container = Container.start("w", "--mib", "4")
-    faults("restore result=CUDA_ERROR_OUT_OF_MEMORY count=2")
+    faults("restore result=CUDA_ERROR_NOT_READY count=2")
     good(container.checkpoint(archive, "--leave-running"))
+    container.goes_on()
+
+
+def test_no_memory_to_resume(real: str, archive: Path) -> None:
+    """NVIDIA's driver can never restore the process then. The message tells how to restore its checkpoint."""
+    container = Container.start("w", "--mib", "4")
+    faults("restore result=CUDA_ERROR_OUT_OF_MEMORY")
+    done = container.checkpoint(archive, "--leave-running")
+    assert done.code
+    assert "the driver cannot restore this process any more" in done.err
+    (again,) = re.findall(r"\(Podman: (podman container restore \w+)\)", done.err)
+    good(podman("kill", "w"))
+    faults("")
+    assert "is complete" in good(run("/usr/local/bin/gpusnap", "recover"))
+    good(run(*again.split()))
     container.goes_on()
 
 

@@ -277,7 +277,7 @@ def test_somebody_takes_the_memory_during_a_checkpoint(
         container.goes_on()
         return
     assert shim.returncode != 0
-    assert "GPU 0 has only 1" in said
+    assert "GPU 0 has not enough free memory for the container to continue (1" in said
     assert f"the checkpoint in {image} is complete" in said
     other.goes_on()
     other.remove()

@@ -58,6 +58,14 @@ _UNRESTORABLE = (
     "(NCCL peer access, CUDA IPC)"
 )
 _HOST_MEMORY = "free memory on this host, or raise the container's memory limit"
+_NO_ROOM = (
+    "free memory on the GPU (nvidia-smi shows who uses it) or choose another GPU, and restore a checkpoint: "
+    "the driver cannot restore this process any more"
+)
+_NOT_AGAIN = (
+    "look for Xid lines in the kernel log (dmesg); if an earlier attempt lacked GPU memory, the driver "
+    "cannot restore this process any more: remove its container, and restore a checkpoint"
+)
 _PAIRS = "give a pair for every GPU that the process could see, including unused ones"
 
 # The driver's answers for a process that is being killed, and how long that may take, in seconds.
@@ -227,13 +235,18 @@ class Nvidia:
     def restore(self, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
         """Resume a suspended process, which is then locked; `pairs` name every GPU it could see, or none.
 
-        After a refusal it stays suspended, and can be tried again with other pairs.
+        After a refusal it stays suspended, and can be tried again with other pairs. But after GpuOutOfMemory,
+        driver 580.159 cannot restore the process any more (DriverFailed), even if there is enough memory.
         """
         from gpusnap.runtime_shim.gpu.nvidia.cuda import uuid_bytes
 
         raw = [(uuid_bytes(old), uuid_bytes(new)) for old, new in pairs]
         library = self._prepare_library(pid)
-        hints: dict[type[GpuError], str] = {NotSupported: _UNRESTORABLE}
+        hints: dict[type[GpuError], str] = {
+            NotSupported: _UNRESTORABLE,
+            GpuOutOfMemory: _NO_ROOM,
+            DriverFailed: _NOT_AGAIN,
+        }
         if pairs:
             hints[InvalidRequest] = _PAIRS
         self._check(library.restore(pid, raw), pid, "restore", hints=hints)

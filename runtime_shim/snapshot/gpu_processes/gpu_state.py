@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, Refused
-from gpusnap.runtime_shim.base.units import human
+from gpusnap.runtime_shim.base.units import format_shortage
 from gpusnap.runtime_shim.gpu import estimate_used, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import (
@@ -33,11 +33,14 @@ from gpusnap.runtime_shim.stopping.stop import go_on, settle, stop
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
-# A restore can fail for a temporary reason, for example if another process uses the memory at that moment.
-# Giving up would leave the container suspended, so it is tried several times.
+# A restore can fail for a temporary reason, and giving up would leave the container suspended: so it is tried
+# several times, except after GpuOutOfMemory (see _wait_for_room).
 _ATTEMPTS = 4
 # Seconds to wait for memory that another process has taken on a GPU meanwhile, and between looks at it.
 _ROOM, _LOOK = 10.0, 0.2
+# The part of a GPU's memory that a restore of one process needs beyond what the process used. Measured on a
+# GPU of 140 GiB: 9 MiB are enough and 3 are not, for 2 and for 60 GiB (driver 580.159; docs/benchmarks.md).
+_SPARE = 1 / 1024
 # How often gpusnap asks a driver that no longer knows a process, and the seconds in between.
 _ASKED, _BETWEEN = 4, 0.4
 _PAUSE = 0.5
@@ -231,6 +234,7 @@ def resume(
     """
     alive = [pid for pid in pids if proc.is_running(pid)]
     waiting, failure = alive, None
+    lost: dict[int, GpusnapError] = {}
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE * attempt)
@@ -247,12 +251,16 @@ def resume(
             for pid, error in (*lacking.items(), *crowded.items(), *outcome.errors.items())
             if not proc.is_dying(pid)
         }
-        waiting, failure = list(errors), _catch_error(Outcome(outcome.results, errors).raise_first)
-        if not lacking and all(isinstance(error, ImageError) for error in errors.values()):
+        refused = {pid: error for pid, error in errors.items() if pid in outcome.errors}
+        lost |= {pid: error for pid, error in refused.items() if isinstance(error, GpuOutOfMemory)}
+        waiting = [pid for pid in errors if pid not in lost]
+        failure = _catch_error(Outcome(outcome.results, lost | errors).raise_first)
+        if not lacking and all(isinstance(errors[pid], ImageError) for pid in waiting):
             break  # wrong memory does not become right
     # A process that continued may have been stopped again by somebody else. Its state shows whether it is
     # locked.
-    gone_on = [pid for pid in alive if (let_go is None and pid not in waiting) or not proc.is_still(pid)]
+    held = {*waiting, *lost}
+    gone_on = [pid for pid in alive if (let_go is None and pid not in held) or not proc.is_still(pid)]
     locked = _select_in_state(driver, gone_on, ProcessState.LOCKED)
     failure = (
         _catch_error(lambda: run_at_once(partial(driver_calls.unlock, driver), locked).raise_first())
@@ -272,8 +280,8 @@ def _wait_for_room(
     """Wait until GPUs have the free memory for suspended processes; return the errors of the others.
 
     The driver is not asked for those. After a restore that failed for lack of memory, NVIDIA's driver cannot
-    restore a process any more, even if there is enough (github.com/NVIDIA/cuda-checkpoint/issues/44, driver
-    580.95). What cannot be determined here, the driver reports when it is asked.
+    restore a process any more, even if there is enough (github.com/NVIDIA/cuda-checkpoint/issues/44; measured
+    with driver 580.159). What cannot be determined here, the driver reports when it is asked.
     """
 
     def is_taken(pid: int) -> bool:
@@ -301,13 +309,17 @@ def _find_crowded(driver: Driver, wanted: Mapping[int, Needs]) -> dict[int, Gpus
     except GpusnapError:
         return errors
     for gpu in gpus:
-        here = {pid: sum(size for uuid, size in each if uuid == gpu.uuid) for pid, each in wanted.items()}
+        spare = int(gpu.memory_total * _SPARE)
+        here = {
+            pid: sum(size + spare for uuid, size in each if uuid == gpu.uuid and size)
+            for pid, each in wanted.items()
+        }
         need, free = sum(here.values()), max(0, gpu.memory_total - gpu.memory_used)
         if need > free:
             errors |= {
                 pid: GpuOutOfMemory(
-                    f"GPU {gpu.index} has only {human(free)} of free memory, and the container needs "
-                    f"{human(need)} to continue: another process has taken it meanwhile",
+                    f"GPU {gpu.index} has not enough free memory for the container to continue "
+                    f"({format_shortage(free, need)}): another process has taken it meanwhile",
                     hint="free memory there; nvidia-smi shows who uses it",
                     pid=pid,
                 )

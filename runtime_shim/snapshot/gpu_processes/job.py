@@ -29,6 +29,7 @@ from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.reservations import RAM, STEP, GpuClaim, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
@@ -252,16 +253,20 @@ def resume_all(job: CheckpointJob) -> None:
     _leave_alone(job)
     # Only those that were stopped. After a failed lock, all of them run, and must continue to run.
     job.guard = Guard([pid for pid in job.records if proc.is_still(pid)])
-    needs = {
-        pid: [(uuid, used) for uuid, used in each.gpus if uuid not in each.unknown]
-        for pid, each in job.records.items()
-    }
-    right = partial(_check_process, job)
+    needs, right = _list_needs(job), partial(_check_process, job)
     try:
         resume(job.driver, list(job.records), job.pages, needs=needs, right=right, let_go=let_go)
     finally:
         _leave_alone(job)
         _note_calls(job)
+
+
+def _list_needs(job: CheckpointJob) -> dict[int, list[tuple[str, int]]]:
+    """Return what the processes used, by PID, as far as the driver reported it."""
+    return {
+        pid: [(uuid, used) for uuid, used in each.gpus if uuid not in each.unknown]
+        for pid, each in job.records.items()
+    }
 
 
 def _check_process(job: CheckpointJob, pid: int) -> None:
@@ -367,6 +372,7 @@ def _take_off(
     if filling is None:
         return  # CRIU calls its plugin for this
     job.pages.record_places(list(job.records))
+    journal.note_needs(job.container.key, _list_needs(job))
     timeout = job.settings.nvidia.lock_timeout
     if job.paused is not None:
         job.paused.keep(records)

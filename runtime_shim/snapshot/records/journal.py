@@ -65,6 +65,8 @@ UNSYNCED = "unsynced"
 """The kind of file that records a failed fsync of the images."""
 IMAGES = "images"
 """The kind of file that records the images before a dump."""
+NEEDS = "needs"
+"""The kind of file that records how much GPU memory processes used before they were suspended."""
 PAUSED = "paused"
 """The kind of file that records which processes of a paused container were stopped."""
 THAWED = "thawed"
@@ -268,7 +270,7 @@ def remove(key: str) -> None:
         for name in os.listdir(FOLDER):
             if re.fullmatch(rf"{re.escape(key)}\.\d+\.(thread|idle)", name, re.ASCII):
                 state_files.remove(os.path.join(FOLDER, name))
-    for kind in (UNSYNCED, IMAGES):
+    for kind in (UNSYNCED, IMAGES, NEEDS):
         state_files.remove(_path(key, kind))
     state_files.remove(_path(key, "json"))
 
@@ -415,6 +417,24 @@ def write_document(key: str, kind: str, document: Mapping[str, Any]) -> None:
 def note_pause(key: str, pause: Pause) -> None:
     """Record a container's pause; replace an earlier record. Raises GpusnapError."""
     write_document(key, PAUSED, {"version": _PAUSE_VERSION, **asdict(pause)})
+
+
+def note_needs(key: str, used: Mapping[int, Sequence[tuple[str, int]]]) -> None:
+    """Record the GPU memory of processes, as (UUID, bytes) by PID; replace an earlier record.
+
+    Raises GpusnapError.
+    """
+    each = [[*state_files.owner(pid), list(gpus)] for pid, gpus in used.items()]
+    write_document(key, NEEDS, {"processes": each})
+
+
+def read_needs(key: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
+    """Return what `note_needs` recorded, by PID and start time. Raises GpusnapError."""
+    document = load(key, NEEDS) or {}
+    return {
+        identity(each): [(str(uuid), int(size)) for uuid, size in each[2]]
+        for each in document.get("processes", ())
+    }
 
 
 def note_unsynced(key: str, why: str) -> None:

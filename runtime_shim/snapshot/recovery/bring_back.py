@@ -29,6 +29,7 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.driver_calls import let_finish
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Needs, Pairs, is_suspended, resume
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
 from gpusnap.runtime_shim.snapshot.recovery import held_threads
 from gpusnap.runtime_shim.stopping.stop import Guard, go_on, stop
@@ -82,7 +83,7 @@ def bring_back(
         )
         pids = [process.pid for process in there if process.pid not in lacking]
         right = partial(_check_process, entry, guard)
-        needs = needs or _list_least_needs(driver, there)
+        needs = needs or _find_needs(entry, driver, there)
         resume(driver, pids, Pages(), pairs=pairs, needs=needs, right=right, let_go=let_go)
     finally:
         guard.stop_watching()
@@ -91,10 +92,19 @@ def bring_back(
     return there
 
 
-def _list_least_needs(driver: Driver, there: Iterable[JournalProcess]) -> dict[int, Needs]:
-    """Return what processes with one GPU need there at least: the memory that was taken out of them."""
+def _find_needs(entry: Entry, driver: Driver, there: Iterable[JournalProcess]) -> dict[int, Needs]:
+    """Return what processes need on their GPUs: what they used, or at least what was taken out of them.
+
+    The latter, for a process with one GPU, is all that an earlier version recorded.
+    """
     needs: dict[int, Needs] = {}
+    noted: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    with suppress(GpusnapError):
+        noted = journal.read_needs(entry.key)
     for process in there:
+        if used := noted.get((process.pid, process.start)):
+            needs[process.pid] = used
+            continue
         with suppress(GpusnapError):
             visible = driver.list_visible(process.pid)
             if len(visible) == 1:

@@ -49,6 +49,7 @@ COMMON = {
     "gpusnap.runtime_shim.base.question_process",
     "gpusnap.runtime_shim.base.stop_signals",
     "gpusnap.runtime_shim.base.threads",
+    "gpusnap.runtime_shim.base.units",
 }
 TRACING = "gpusnap.runtime_shim.process.ptrace"
 # By click.

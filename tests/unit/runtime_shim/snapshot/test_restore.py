@@ -933,7 +933,7 @@ def test_somebody_takes_the_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch
         there(*arguments, **more)
 
     monkeypatch.setattr(restore_gpus, "resume", take)
-    assert "has only 0 B of free memory, and the container needs" in scene.restore("--detach").sentence()
+    assert "has not enough free memory for the container" in scene.restore("--detach").sentence()
     assert scene.driver.of("restore") == []
     for pid in pids:
         wait_for(lambda pid=pid: not proc.is_running(pid), f"the end of process {pid}")  # type: ignore[misc]

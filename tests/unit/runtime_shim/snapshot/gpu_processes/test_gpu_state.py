@@ -140,18 +140,19 @@ def test_resume_where_there_is_no_room(
 ) -> None:
     """The driver is not asked: it could not restore the process any more. Others run on."""
     monkeypatch.setattr(gpu_state, "_ROOM", 0.0)
-    crowd(driver, 5 << 20, 5 << 20)
+    spare = int(gpu(0).memory_total * gpu_state._SPARE)
+    crowd(driver, 2 * spare + (5 << 20), spare + (5 << 20))
     pids = [driver.use(family.spawn(), state=CHECKPOINTED) for _ in range(3)]
     stop(pids, timeout=60)
     needs = {pids[0]: [(uuid(0), 3 << 20)], pids[1]: [(uuid(0), 3 << 20)], pids[2]: [(uuid(1), 3 << 20)]}
     with pytest.raises(
-        GpuOutOfMemory, match=r"GPU 0 has only 5\.0 MiB of free memory, and .* needs 6\.0 MiB"
+        GpuOutOfMemory, match=r"GPU 0 has not enough free memory .*165\.0 MiB free, 166\.0 MiB needed"
     ):
         resume(driver, pids, Pages(), needs=needs)
     assert driver.of("restore") == [pids[2]]
     assert [driver.states[pid] for pid in pids] == [CHECKPOINTED, CHECKPOINTED, RUNNING]
     assert [proc.is_stopped(pid) for pid in pids] == [True, True, False]
-    crowd(driver, 6 << 20, 0)
+    crowd(driver, 2 * spare + (6 << 20), 0)
     resume(driver, pids, Pages(), needs=needs)
     assert [driver.states[pid] for pid in pids] == [RUNNING] * 3
 
@@ -167,13 +168,25 @@ def test_resume_waits_for_room(family: Family, driver: FakeDriver, monkeypatch: 
     def look() -> Host:
         looks.append(len(driver.of("restore")))
         if len(looks) == 3:
-            crowd(driver, 3 << 20)
+            crowd(driver, int(gpu(0).memory_total * gpu_state._SPARE) + (3 << 20))
         return ask()
 
     monkeypatch.setattr(driver, "host", look)
     resume(driver, [pid], Pages(), needs={pid: [(uuid(0), 3 << 20)]})
     assert looks == [0] * 3
     assert driver.of("restore") == [pid]
+
+
+def test_resume_that_lacked_memory(family: Family, driver: FakeDriver) -> None:
+    """Asked again, NVIDIA's driver would only say that it failed. Others are asked again, and run on."""
+    pids = [driver.use(family.spawn(), state=CHECKPOINTED) for _ in range(3)]
+    stop(pids, timeout=60)
+    driver.fail("restore", pids[0], GpuOutOfMemory("no memory"))
+    driver.fail("restore", pids[1], DriverFailed("for a moment"), times=1)
+    with pytest.raises(GpuOutOfMemory, match="no memory"):
+        resume(driver, pids, Pages())
+    assert [driver.of("restore").count(pid) for pid in pids] == [1, 2, 1]
+    assert [proc.is_stopped(pid) for pid in pids] == [True, False, False]
 
 
 @pytest.mark.parametrize("operation", ["host", "state"])

@@ -132,6 +132,16 @@ def test_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, number: int, hi
     assert caught.value.code == code
 
 
+def test_what_processes_need(folder: Path) -> None:
+    """By PID and start time; it goes with the entry."""
+    found = proc.process(os.getpid())
+    assert found is not None
+    journal.note_needs("c0ffee", {found.pid: [("GPU-1", 5 << 30), ("GPU-2", 0)]})
+    assert journal.read_needs("c0ffee") == {(found.pid, found.start): [("GPU-1", 5 << 30), ("GPU-2", 0)]}
+    journal.remove("c0ffee")
+    assert journal.read_needs("c0ffee") == {}
+
+
 def test_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Likewise."""
 

@@ -17,6 +17,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import maps
 from gpusnap.runtime_shim.process.memory.maps import Mapping
 from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess, StagedRegion
 from gpusnap.runtime_shim.snapshot.recovery import bring_back, held_threads
 from gpusnap.runtime_shim.stopping.stop import stop
@@ -98,6 +99,11 @@ def test_what_a_process_needs_at_least(
     driver.use(process.pid)
     bring_back.bring_back(held, driver, Memory(), None, cut_off=False)
     assert asked == [{process.pid: [(uuid(0), 3 << 20)]} if known else {}]
+    for start, used in ((process.start + 1, asked[0]), (process.start, {process.pid: [(uuid(1), 7)]})):
+        noted = {(process.pid, start): [(uuid(1), 7)]}
+        monkeypatch.setattr(journal, "read_needs", lambda key, noted=noted: noted)
+        bring_back.bring_back(held, driver, Memory(), None, cut_off=False)
+        assert asked.pop() == used
     given = {process.pid: [(uuid(1), 5)]}
     bring_back.bring_back(held, driver, Memory(), None, needs=given, cut_off=False)
     assert asked[1] == given
