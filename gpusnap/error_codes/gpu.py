@@ -149,9 +149,10 @@ CODES = (
         "and others use it too: the first one would be interrupted, maybe for nothing.",
         "Free a GPU, or restore on a host that has such GPUs. In MIG mode: turn it off (`nvidia-smi -mig "
         "0`), because the driver cannot checkpoint MIG instances. In an exclusive compute mode: set it to "
-        "DEFAULT (`nvidia-smi -c 0`). Reserved by another restore: wait for it, or name another GPU with "
-        "`--gpu-map`. Not among the GPUs of the new container: give it as many as the checkpoint has. A swap "
-        "of unknown sizes: `gpusnap suspend` the first, then `gpusnap resume` the second. See docs/gpus.md.",
+        "DEFAULT (`nvidia-smi -c 0`). Reserved by another restore or checkpoint: wait for it, or name "
+        "another GPU with `--gpu-map`. Not among the GPUs of the new container: give it as many as the "
+        "checkpoint has. A swap of unknown sizes: `gpusnap suspend` the first, then `gpusnap resume` the "
+        "second. See docs/gpus.md.",
     ),
     ErrorCode(
         "GPS-402",

@@ -34,7 +34,7 @@ from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, is_meant
 
 _UPDATE = "update the driver here"
 _MAP = "change the GPU map"
-_WAIT = "wait for the other restore to end"
+_WAIT = "wait for it to end"
 FREE = "stop the other programs on those GPUs"
 _MODE = "turn MIG off, or set the compute mode to default (nvidia-smi)"
 ELSEWHERE = "restore on a host that has such GPUs"
@@ -147,10 +147,10 @@ def plan_assignment(
 ) -> Plan:
     """Return pairs for the GPUs of a checkpoint that driver `made_with` made, or a refusal; never raise it.
 
-    `reserved`: bytes by UUID that other restores have claimed. `lenient`: ignore parts of `request` for GPUs
-    that the checkpoint does not have, as a map for all containers requires. `given`: the UUIDs of the only
-    GPUs that the container may have; None if it may have any. `suspended`: the name of the suspended
-    container whose GPUs they are, for the refusal; empty for a checkpoint.
+    `reserved`: bytes by UUID that other restores and checkpoints have claimed. `lenient`: ignore parts of
+    `request` for GPUs that the checkpoint does not have, as a map for all containers requires. `given`: the
+    UUIDs of the only GPUs that the container may have; None if it may have any. `suspended`: the name of the
+    suspended container whose GPUs they are, for the refusal; empty for a checkpoint.
     """
     words = _words(suspended)
     theirs = sorted(wanted, key=lambda gpu: (gpu.index, gpu.uuid))
@@ -226,11 +226,11 @@ def _misfit(old: WantedGpu, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | 
     if new.compute_mode == "prohibited" or (new.compute_mode == "exclusive-process" and not same):
         return _Misfit(f"in {new.compute_mode} mode", _MODE)
     if new.compute_mode == "exclusive-process" and busy:
-        return _Misfit("reserved by another restore", _WAIT)
+        return _Misfit("reserved by another restore or checkpoint", _WAIT)
     if _free(new, reserved) >= old.memory_used:
         return None
     if busy and _free(new, _NOTHING) >= old.memory_used:
-        return _Misfit("reserved by another restore", _WAIT)
+        return _Misfit("reserved by another restore or checkpoint", _WAIT)
     return _Misfit(format_shortage(_free(new, reserved), old.memory_used), FREE)
 
 

@@ -285,6 +285,29 @@ def test_somebody_takes_the_memory_during_a_checkpoint(
     container.goes_on()
 
 
+def test_a_resume_during_a_checkpoint(small_gpus: None, tmp_path: Path) -> None:
+    """It is refused the memory that a container will need again after its dump."""
+    other = Container.start("other", "--mib", "32", gpus=("0",))
+    suspended(other)
+    container = Container.start("w", "--mib", "32", gpus=("0",))
+    line, image = [RUNTIME, "checkpoint", "--leave-running"], tmp_path / "image"
+    line += ["--image-path", str(image), "--work-path", str(tmp_path), container.id]
+    with (
+        held(tmp_path, "crun", "checkpoint", "") as runtime,
+        subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as shim,
+    ):
+        until(runtime.met, "the dump")
+        said = sentence(gpusnap("resume", "other"))
+        runtime.let_go()
+        failed = shim.communicate(timeout=60)[1]
+    assert shim.returncode == 0, failed
+    assert "reserved by another restore or checkpoint; " in said
+    container.goes_on()
+    container.remove()
+    resumed(other)
+    nothing_left()
+
+
 def is_waiting_for_room(folder: Path, shim: subprocess.Popen[str]) -> bool:
     """Whether CRIU has dumped the container, so that its GPU state comes next; or gpusnap has ended."""
     log = folder / "dump.log"

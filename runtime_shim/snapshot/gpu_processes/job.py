@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import chain
 
 from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, make_unforeseen
@@ -23,7 +24,14 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_watch, inherited_handles, paused_container
 from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, find_users, record, resume, suspend
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import (
+    Needs,
+    Record,
+    find_users,
+    record,
+    resume,
+    suspend,
+)
 from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -80,6 +88,8 @@ class CheckpointJob:
     """The PID of the Podman that ordered the checkpoint; 0 if somebody else did."""
     on_disk: bool = True
     """Whether it is written to a disk; a suspended container only goes to RAM."""
+    claims: ExitStack = field(default_factory=ExitStack)
+    """Keeps other gpusnaps from giving away, until it is closed, the GPU memory that its processes used."""
     end_early_claim: Callable[[], object] = lambda: None
     """Ends an earlier claim on the RAM for its processes, once that is claimed here; may be called again."""
 
@@ -259,6 +269,7 @@ def resume_all(job: CheckpointJob) -> None:
     finally:
         _leave_alone(job)
         _note_calls(job)
+    job.claims.close()
 
 
 def _list_needs(job: CheckpointJob) -> dict[int, list[tuple[str, int]]]:
@@ -330,6 +341,9 @@ def _suspend_these(job: CheckpointJob, fresh: Sequence[proc.Process]) -> None:
         elif plugin.into_memory:
             space.check_memory(used, job.container.pid)
         _take_off(job, records, all_bytes, filling)
+        if filling is not None and job.on_disk:
+            filling.keep(needs for pid, needs in _list_needs(job).items() if pid in records)
+            job.claims.push(room.pop_all())
 
 
 class _Filling:
@@ -351,6 +365,13 @@ class _Filling:
             if filled - self._told >= STEP:
                 self._told = filled
                 self._claimed.shrink({RAM: max(0, self._need - filled)})
+
+    def keep(self, needs: Iterable[Needs]) -> None:
+        """Claim the GPU memory, as (UUID, bytes) of each process, instead: the driver has just freed it."""
+        wanted: dict[str, int] = {}
+        for uuid, size in chain.from_iterable(needs):
+            wanted[uuid] = wanted.get(uuid, 0) + size
+        self._claimed.shrink(wanted)
 
 
 def _take_off(

@@ -1,13 +1,14 @@
 """Memory claimed by running operations: GPU memory for restores, RAM for suspends and checkpoints.
 
-NVML shows the current use, but a restore fills its GPUs minutes after it has chosen them. So each restore
-records what it will use, and adds the records of the others to NVML's figures. The sum may be too high, never
-too low. The same holds for RAM (RAM instead of a UUID), because the kernel would kill a process if there is
-too little:
+NVML shows the current use, but a restore fills its GPUs minutes after it has chosen them, and a checkpoint
+may need the memory again that it has freed. So each restore records what it will use, each checkpoint what it
+has freed, and each adds the records of the others to NVML's figures. The sum may be too high, never too low
+(except for the moment in which a checkpoint frees memory). The same holds for RAM (RAM instead of a UUID),
+because the kernel would kill a process if there is too little:
 
     /run/gpusnap/room/        0700, gone after a reboot
         lock                  locked (flock) from before the inventory is read until the claim is written
-        PID-….json            {"pid": 123, "start": 4567, "bytes": {"GPU-…": 1048576}}, one per restore
+        PID-….json            {"pid": 123, "start": 4567, "bytes": {"GPU-…": 1048576}}, one per claim
 
     with claim() as room:
         …                     read the inventory, plan with room.reserved

@@ -165,9 +165,9 @@ def test_reserved() -> None:
     assert moves(plan_assignment([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 8 * GIB})) == "aa"
     assert moves(plan_assignment([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 10 * GIB})) == "ab"
     found = plan_assignment([old(0, "a")], MADE_WITH, host, reserved=both)
-    assert reasons(found) == ["reserved by another restore"] * 2
+    assert reasons(found) == ["reserved by another restore or checkpoint"] * 2
     assert message(found).endswith(
-        "GPU 0 and 1: reserved by another restore; wait for the other restore to end"
+        "GPU 0 and 1: reserved by another restore or checkpoint; wait for it to end"
     )
     found = plan_assignment([old(0, "a", used=30 * GIB)], MADE_WITH, host, reserved=both)
     assert reasons(found) == ["10.0 GiB free, 30.0 GiB needed"] * 2
@@ -177,7 +177,7 @@ def test_reserved_exclusive() -> None:
     """A GPU for one process alone, which another restore is about to fill, is taken."""
     host = a_host(replace(new(0, "a"), compute_mode="exclusive-process"))
     assert reasons(plan_assignment([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 1})) == [
-        "reserved by another restore"
+        "reserved by another restore or checkpoint"
     ]
     assert moves(plan_assignment([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 0})) == "aa"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import threading
@@ -146,6 +147,29 @@ def test_what_is_filled_is_claimed_no_more(scene: Scene, monkeypatch: pytest.Mon
     for pid in pids:
         scene.driver.when("checkpoint", fill, pid)
     assert scene.checkpoint().code == 0
+    assert reservations.read_reserved(scene.room) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "script", "ends"),
+    [(["--leave-running"], "", 0), ([], "", 0), ([], "exit 3", 3)],
+    ids=["runs on", "ends", "fails"],
+)
+def test_gpu_memory_is_reserved(scene: Scene, options: list[str], script: str, ends: int) -> None:
+    """From when it is freed until the processes have it again, or have ended: others plan without it."""
+    pids = scene.gpu_processes(2)
+    wanted: dict[str, int] = {}
+    for used in scene.driver.memory_used(pids).values():
+        for each, size in used.items():
+            wanted[each] = wanted.get(each, 0) + size
+    assert wanted
+    at_dump, at_restore = scene.folder / "at-dump", list[object]()
+    scene.runtime.script("checkpoint", f"cp -r {scene.room} {at_dump}\n{script}", default=not script)
+    scene.driver.when("restore", lambda _: at_restore.append(reservations.read_reserved(scene.room)))
+    assert scene.checkpoint(*options).code == ends
+    [claim] = [json.loads(path.read_text()) for path in at_dump.glob("*.json")]
+    assert claim["bytes"] == wanted
+    assert at_restore == ([wanted] if options or ends else [])
     assert reservations.read_reserved(scene.room) == {}
 
 
