@@ -429,12 +429,18 @@ def note_needs(key: str, used: Mapping[int, Sequence[tuple[str, int]]]) -> None:
 
 
 def read_needs(key: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """Return what `note_needs` recorded, by PID and start time. Raises GpusnapError."""
-    document = load(key, NEEDS) or {}
-    return {
-        identity(each): [(str(uuid), int(size)) for uuid, size in each[2]]
-        for each in document.get("processes", ())
-    }
+    """Return what `note_needs` recorded, by PID and start time; {} if another version wrote it differently.
+
+    Raises GpusnapError if it cannot be read.
+    """
+    document = load(key, NEEDS)
+    try:
+        return {
+            identity(each): [(str(uuid), int(size)) for uuid, size in each[2]]
+            for each in (document or {}).get("processes", ())
+        }
+    except (AttributeError, TypeError, ValueError, IndexError):
+        return {}
 
 
 def note_unsynced(key: str, why: str) -> None:

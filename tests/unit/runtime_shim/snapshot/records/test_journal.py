@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.digests import digest_of
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError, OtherNamespace
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import RegionRecord
@@ -140,6 +142,9 @@ def test_what_processes_need(folder: Path) -> None:
     assert journal.read_needs("c0ffee") == {(found.pid, found.start): [("GPU-1", 5 << 30), ("GPU-2", 0)]}
     journal.remove("c0ffee")
     assert journal.read_needs("c0ffee") == {}
+    for other in ([], {"processes": [[1]]}, {"processes": [[1, 2, [["GPU-1"]]]]}, {"processes": 5}):
+        state_files.write(str(folder / "c0ffee.needs"), json.dumps(other).encode())
+        assert journal.read_needs("c0ffee") == {}
 
 
 def test_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
