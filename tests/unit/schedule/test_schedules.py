@@ -67,9 +67,14 @@ def settings_of(text: str) -> dict[str, list[str]]:
 
 
 def test_units() -> None:
-    """One run at a time, pruning only after success, a deadline for each."""
+    """One run at a time, pruning before it and only after success, a deadline for each."""
     made = Schedule(
-        "tr-1", HALF_HOUR, ("--to", "oci:/srv/a b"), ("--keep-last", "5", "--", "tr-1"), "/bin/gpusnap"
+        "tr-1",
+        HALF_HOUR,
+        ("--to", "oci:/srv/a b"),
+        ("--keep-last", "5", "--", "tr-1"),
+        "/bin/gpusnap",
+        store='/srv/a b"$100%',
     )
     service, timer = map(settings_of, made.files().values())
     assert [*made.files()] == ["gpusnap-checkpoint-tr\\x2d1.service", "gpusnap-checkpoint-tr\\x2d1.timer"]
@@ -78,15 +83,15 @@ def test_units() -> None:
         '/bin/gpusnap checkpoint --leave-running --to "oci:/srv/a b" -- tr-1',
         "/bin/gpusnap prune --keep-last 5 -- tr-1",
     ]
+    assert service["ExecStartPre"] == ["-/bin/gpusnap prune --keep-last 5 -- tr-1"]
+    assert service["RequiresMountsFor"] == ['"/srv/a b\\"$100%%"']
     assert service["TimeoutStartSec"]
     assert service["KillMode"] == ["mixed"]
     assert "After" not in service
     assert (timer["OnActiveSec"], timer["OnUnitActiveSec"]) == (["1800s"], ["1800s"])
     assert timer["WantedBy"] == ["timers.target"]
-    assert (
-        len(settings_of(Schedule("w", HALF_HOUR, ()).files()["gpusnap-checkpoint-w.service"])["ExecStart"])
-        == 1
-    )
+    plain = settings_of(Schedule("w", HALF_HOUR, ()).files()["gpusnap-checkpoint-w.service"])
+    assert (len(plain["ExecStart"]), "ExecStartPre" in plain) == (1, False)
     pushed = Schedule("w", HALF_HOUR, ("--to", "registry.example/w:v1"), network=True)
     assert settings_of(pushed.files()["gpusnap-checkpoint-w.service"])["After"] == ["network-online.target"]
 
