@@ -88,7 +88,7 @@ def schedule(
         every,
         _checkpoint_words(to, labels, tcp_established=tcp_established),
         _prune_words(container, to, keep),
-        program("gpusnap") or os.path.abspath(sys.argv[0]),
+        os.path.abspath(program("gpusnap") or sys.argv[0]),  # PATH may have a relative folder
         network=isinstance(place, locator.InRegistry),
         store=store.path,
     )

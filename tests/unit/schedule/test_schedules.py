@@ -255,8 +255,22 @@ def test_dry_run(host: FakePodman, units: Path, gpusnap: Run, tmp_path: Path) ->
         "/usr/bin/gpusnap prune --keep-last 5 --keep-within 172800s --keep-label best --gc -- "
         f"oci:{tmp_path}/s w",
     ]
+    assert settings_of(out)["ExecStartPre"] == [f"-{settings_of(out)['ExecStart'][1]}"]
+    assert settings_of(out)["RequiresMountsFor"] == [f"{tmp_path}/s"]
     assert settings_of(out)["OnUnitActiveSec"] == ["129600s"]
     assert [*units.iterdir()] == []
+
+
+@pytest.mark.parametrize("to", [(), ("--to", "registry.example/w:v1")])
+def test_the_store_of_this_host(
+    host: FakePodman, host_store: Store, gpusnap: Run, monkeypatch: pytest.MonkeyPatch, to: tuple[str, ...]
+) -> None:
+    """Its disk is needed, also for a checkpoint that is pushed; the program is named by its absolute path."""
+    monkeypatch.setattr("gpusnap.cli.commands.schedule.program", lambda name: f"./bin/{name}")
+    code, out, err = gpusnap("schedule", "w", "--every", "30m", *to, "--dry-run")
+    assert (code, err) == (0, "")
+    assert settings_of(out)["RequiresMountsFor"] == [host_store.path]
+    assert settings_of(out)["ExecStart"][0].startswith(f"{os.getcwd()}/bin/gpusnap checkpoint ")
 
 
 def test_the_commands(host: FakePodman, units: Path, gpusnap: Run) -> None:
