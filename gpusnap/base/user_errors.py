@@ -114,7 +114,9 @@ def failure(error: errors.OciError) -> GpusnapError:
         causes = [hint for words, hint in _CAUSES if words in str(error)]
         return GpusnapError(str(error), hint="; ".join((*causes[:1], _AGAIN)), code=error.code)
     if isinstance(error, errors.DiskFull):
-        return GpusnapError(str(error), hint=suggest_room(error.folder), code=error.code)
+        return GpusnapError(
+            str(error), hint=suggest_room(error.folder, removing=error.removing), code=error.code
+        )
     for kind, ours, hint in _KINDS:
         if isinstance(error, kind):
             cause = error.__cause__

@@ -19,7 +19,7 @@ import secrets
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from gpusnap.base.progress import Progress
 from gpusnap.engines import podman
@@ -36,6 +36,7 @@ from gpusnap.runtime_shim.base.errors import (
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.shim import overrides
 
 _PODMAN = "podman"
 _TIMEOUT = 30.0
@@ -54,6 +55,7 @@ class Pair:
 
 CHECKPOINT = Pair("pre-checkpoint", "post-restore")
 SUSPEND = Pair("pre-suspend", "post-resume")
+_EVENTS = tuple(event for pair in (CHECKPOINT, SUSPEND) for event in (pair.before, pair.after))
 
 
 def run_before(found: podman.Container, pair: Pair, progress: Progress) -> bool:
@@ -123,30 +125,39 @@ def _run_before_and_undo(found: podman.Container, pair: Pair, progress: Progress
         raise
 
 
+def _keep_alone(found: podman.Container) -> AbstractContextManager[None]:
+    """Keep others from beginning a checkpoint or a suspend of a container that has any command."""
+    has_commands = any(f"{settings.ANNOTATION_PREFIX}{event}" in found.labels for event in _EVENTS)
+    return overrides.keep_commands_alone(found.id) if has_commands else nullcontext()
+
+
 @contextmanager
 def run_around_checkpoint(
     found: podman.Container, progress: Progress, *, leave_running: bool
 ) -> Iterator[None]:
     """Run both around a checkpoint: the one after only if the container still runs then.
 
-    Raises like `run_before`, and ContainerError if the one after fails in a container that was left running.
+    Raises like `run_before`, and ContainerError if the one after fails in a container that was left running,
+    or if another command of gpusnap is at this.
     """
-    with _run_before_and_undo(found, CHECKPOINT, progress) as ran:
-        yield
-    if ran and leave_running:
-        run_after(found, CHECKPOINT, progress, done="the checkpoint is complete")
+    with _keep_alone(found):
+        with _run_before_and_undo(found, CHECKPOINT, progress) as ran:
+            yield
+        if ran and leave_running:
+            run_after(found, CHECKPOINT, progress, done="the checkpoint is complete")
 
 
 @contextmanager
 def run_around_suspend(engine: str, asked: podman.Inspection) -> Iterator[None]:
     """Run the command before a suspend, and the one after a resume only if the block fails and it runs.
 
-    `asked`: Podman's description of a container of its own. Raises like `run_before`.
+    `asked`: Podman's description of a container of its own. Raises like `run_around_checkpoint`.
     """
     if engine != _PODMAN:
         yield
         return
-    with _run_before_and_undo(asked.container(), SUSPEND, Progress(shown=False)):
+    found = asked.container()
+    with _keep_alone(found), _run_before_and_undo(found, SUSPEND, Progress(shown=False)):
         yield
 
 

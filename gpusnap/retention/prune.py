@@ -6,7 +6,8 @@ rule and is kept: no complete one is removed because of it, and its missing part
 checkpoint with a name that is not a default of `gpusnap checkpoint` is kept, because somebody gave it that
 name. Also kept are checkpoints that another process reads, such as a restore, that of an unfinished
 migration, and those dated in the future, by a wrong clock or by somebody else: as the newest one, it would
-replace all others.
+replace all others. The one that was added last to the store is kept as well: if the clock was set back, older
+ones have later dates.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
-from gpusnap.checkpoints.list import Row, listing
+from gpusnap.checkpoints.list import Row, list_named, listing
 from gpusnap.checkpoints.names import container_name, is_time
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.store.store import Store
@@ -58,7 +59,7 @@ def prune(
     names: patterns; see `is_of`. For each container separately, only matching checkpoints count. Raises
     LayoutError, StoreBusy, DiskFull, DiskError.
     """
-    verdicts = plan_prune(_rows(store), rules, names)
+    verdicts = plan_prune(_rows(store), rules, names, added=[each.root.digest for each in list_named(store)])
     if dry_run:
         held = store.list_held()
         return tuple(
@@ -76,9 +77,12 @@ def _rows(store: Store) -> tuple[Row, ...]:
     return tuple(row for row in rows if row.digest in left)
 
 
-def plan_prune(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[Verdict, ...]:
-    """Apply the rules to the rows of a store; removes nothing."""
+def plan_prune(
+    rows: Iterable[Row], rules: Rules, names: Sequence[str] = (), *, added: Sequence[str] = ()
+) -> tuple[Verdict, ...]:
+    """Apply the rules to the rows of a store; removes nothing. `added`: its digests, the last added last."""
     latest = datetime.now(UTC) + _CLOCKS
+    order = {digest: place for place, digest in enumerate(added)}
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.kind in ("checkpoint", "damaged") and is_of(row, names):
@@ -98,7 +102,11 @@ def plan_prune(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> 
                 uncounted[row.digest] = ("dated in the future",)
             elif not protected[row.digest]:
                 candidates.append(Candidate(row.digest, time, row.labels))
-        kept = {**uncounted, **decide(candidates, rules)}
+        decided = decide(candidates, rules)
+        last = max(decided, key=lambda digest: order.get(digest, -1), default="")
+        if last and not decided[last]:
+            decided[last] = ("added last",)
+        kept = {**uncounted, **decided}
         found += [
             Verdict(
                 row.digest,

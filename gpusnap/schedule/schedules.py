@@ -1,7 +1,11 @@
 """`gpusnap schedule`: a timer and a service of systemd that checkpoint a container periodically.
 
-The service has Type=oneshot: systemd runs one instance at a time, its second command runs only if the first
-has succeeded, and a failure is its state, which `systemctl status` shows.
+The service has Type=oneshot: systemd runs one instance at a time, the command after the checkpoint runs only
+if that has succeeded, and a failure is its state, which `systemctl status` shows.
+
+`gpusnap prune` runs before the checkpoint, too. What earlier runs have left that failed after they had
+written, such as checkpoints that a registry did not take, could otherwise fill the disk. Then each checkpoint
+would fail, and nothing would be removed any more.
 """
 
 from __future__ import annotations
@@ -55,6 +59,8 @@ class Schedule:
     program: str = "/usr/bin/gpusnap"
     network: bool = False
     """Whether the checkpoints go to a registry."""
+    store: str = ""
+    """The absolute path of the store: if it is on a disk that systemd mounts, no run begins without that."""
 
     @property
     def name(self) -> str:
@@ -84,21 +90,26 @@ class Schedule:
 
     def _service(self) -> str:
         run = (self.program, "checkpoint", "--leave-running", *self.checkpoint, "--", self.container)
+        prune = unit_files.command_line((self.program, "prune", *self.prune)) if self.prune else ""
         lines = [
             "# Written by gpusnap schedule; gpusnap schedule --remove removes it.",
             "[Unit]",
             f"Description=Checkpoint of the container {unit_files.value(self.container)}",
             *(("After=network-online.target", "Wants=network-online.target") if self.network else ()),
+            *((f"RequiresMountsFor={unit_files.path(self.store)}",) if self.store else ()),
             "",
             "[Service]",
             "Type=oneshot",
+            *((f"ExecStartPre=-{prune}",) if prune else ()),
             f"ExecStart={unit_files.command_line(run)}",
+            *((f"ExecStart={prune}",) if prune else ()),
+            # Only gpusnap gets a signal: it undoes its work, and that of the programs that it has started.
+            "KillMode=mixed",
+            f"TimeoutStartSec={_RUN_LIMIT}",
+            f"TimeoutStopSec={_STOP_LIMIT}",
+            "",
         ]
-        if self.prune:
-            lines.append(f"ExecStart={unit_files.command_line((self.program, 'prune', *self.prune))}")
-        # Only gpusnap gets a signal: it undoes its work, including that of the programs that it has started.
-        lines += ["KillMode=mixed", f"TimeoutStartSec={_RUN_LIMIT}", f"TimeoutStopSec={_STOP_LIMIT}"]
-        return "\n".join((*lines, ""))
+        return "\n".join(lines)
 
     def _timer(self) -> str:
         seconds = int(self.every.total_seconds())

@@ -41,10 +41,15 @@ def command_line(words: Iterable[str]) -> str:
     return " ".join(map(_word, words))
 
 
-def _word(text: str) -> str:
+def path(text: str) -> str:
+    """Return a path for RequiresMountsFor=, which takes several. Raises ValueError."""
     _check(text)
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return escaped if re.fullmatch(r"[A-Za-z0-9_./:@=+,-]+", text) else f'"{escaped}"'
+
+
+def _word(text: str) -> str:
+    return path(text).replace("$", "$$")
 
 
 def _check(text: str) -> None:

@@ -144,6 +144,8 @@ class DiskFull(DiskError):
         """`folder`: where it did not fit; the store, if it is a staging directory; "" if unknown."""
         super().__init__(message, code=code)
         self.folder = folder
+        self.removing = False
+        """Whether it was needed to remove something."""
 
 
 class ReadOnlyStore(DiskError):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpusnap.oci.base import dataclass
-from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
+from gpusnap.oci.base.errors import Ambiguous, DiskFull, LayoutError, NotThere, StoreError, disk_error, reason
 from gpusnap.oci.base.files import open_nested_folder, read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
@@ -53,6 +53,7 @@ class Catalog:
     def __init__(self, path: str) -> None:
         """Read that of the layout at `path`. Raises LayoutError."""
         self.path = path
+        self._removing = False
         try:
             with open_nested_folder(path) as folder:
                 data = read_regular("index.json", folder, limit=DOCUMENT_LIMIT)
@@ -139,6 +140,7 @@ class Catalog:
 
         A name without a tag only means itself here. Raises NotThere, Ambiguous.
         """
+        self._removing = True
         found = self.find_exactly(wanted)
         by_name = found.name == wanted
 
@@ -162,7 +164,10 @@ class Catalog:
             with open_nested_folder(self.path) as folder:
                 replace("index.json", content, folder)
         except OSError as error:
-            raise disk_error(error, self.path, "the index", len(content)) from error
+            failed = disk_error(error, self.path, "the index", len(content))
+            if isinstance(failed, DiskFull):
+                failed.removing = self._removing
+            raise failed from error
 
     def _find_by_digest(self, digest: str) -> list[dict[str, Any]]:
         return [each for each in self._entries if each["digest"] == digest]

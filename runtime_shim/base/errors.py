@@ -64,10 +64,14 @@ MAKE_ROOM = "free some space there"
 """The hint for a disk that is full, or nearly full; `suggest_room` says more of a store."""
 
 
-def suggest_room(folder: str) -> str:
-    """Return the hint for a directory whose disk is full; only in a store can gpusnap free something."""
+def suggest_room(folder: str, *, removing: bool = False) -> str:
+    """Return the hint for a directory whose disk is full; only in a store can gpusnap free something.
+
+    `removing`: whether that is what failed; `gpusnap gc` needs no room.
+    """
     if folder and all(os.path.exists(os.path.join(folder, name)) for name in ("oci-layout", "staging")):
-        return f"{MAKE_ROOM}, such as with gpusnap prune --gc or gpusnap rm --gc"
+        how = "gpusnap gc" if removing else "gpusnap prune --gc or gpusnap rm --gc"
+        return f"{MAKE_ROOM}, such as with {how}"
     return MAKE_ROOM
 
 

@@ -113,10 +113,19 @@ def keep_alone(container: str) -> AbstractContextManager[None]:
     return _hold_lock(_path(container), container, patience=_SWEEPING)
 
 
+def keep_commands_alone(container: str) -> AbstractContextManager[None]:
+    """Keep another checkpoint or suspend from beginning while the commands of a container run around one.
+
+    The command after one would undo the command before the other. `container`: its full ID. Raises
+    ContainerError if another process holds this, GpusnapError.
+    """
+    return _hold_lock(_path(f"{container}.commands"), container, patience=_SWEEPING)
+
+
 def _hold_lock(path: str, container: str, *, patience: float = 0) -> AbstractContextManager[None]:
     """Have the lock of a container's orders, or fail once `patience` (seconds) is over."""
     busy = ContainerError(
-        f"another gpusnap checkpoint or resume of the container {container[:12]} is in progress",
+        f"another gpusnap checkpoint, suspend or resume of the container {container[:12]} is in progress",
         hint="wait until it has finished",
         code="GPS-020",
     )

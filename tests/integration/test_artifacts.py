@@ -820,7 +820,7 @@ def test_two_at_once(store: Store, tmp_path: Path) -> None:
     errors = [waiting.communicate(child, 2 * DEADLINE)[1] for child in children]
     assert 0 in [child.returncode for child in children]
     for child, said in zip(children, errors, strict=True):
-        assert child.returncode == 0 or "another gpusnap checkpoint or resume of the container" in said, said
+        assert child.returncode == 0 or "another gpusnap checkpoint, suspend or resume of" in said, said
     if children[0].returncode == 0:
         good(podman("rm", "--force", "--time", "0", "w"))
         shutil.rmtree(STORE, ignore_errors=True)

@@ -83,15 +83,43 @@ def test_a_schedule(store: Store) -> None:
         assert machine.state(f"{TIMER}.service", "Result") == "success"
         assert len(checkpoints(machine)) == 1, "--keep-last 1"
 
+        good(machine.run(COMMAND, "checkpoint", "w", "--leave-running"))
+        assert len(checkpoints(machine)) == 2
         good(machine.run("podman", "rm", "--force", "--time", "0", "w"))
         assert machine.run("systemctl", "start", f"{TIMER}.service").code
         assert machine.state(f"{TIMER}.service", "Result") == "exit-code"
         assert f"{TIMER}.service" in machine.run("systemctl", "--failed", "--plain").out
-        assert len(checkpoints(machine)) == 1
+        assert len(checkpoints(machine)) == 1, "a run that fails obeys it, too"
 
         good(machine.run(COMMAND, "schedule", "w", "--remove"))
         assert not any(file.exists() for file in files)
         assert machine.state(f"{TIMER}.timer", "LoadState") == "not-found"
+
+
+def test_a_disk_that_is_not_mounted(store: Store, tmp_path: Path) -> None:
+    """No run begins without it: it would write below the mount point. The timer goes on."""
+    place = tmp_path / "a disk"
+    with booted() as machine:
+        unit = machine.run("systemd-escape", "--path", "--suffix=mount", place).out.strip()
+        (UNITS / unit).write_text(f"[Mount]\nWhat=none\nWhere={place}\nType=broken\n")
+        good(machine.run(COMMAND, "schedule", "w", "--every", "30s", "--to", f"oci:{place}/store"))
+        verify = machine.run("systemd-analyze", "verify", "--man=no", UNITS / f"{TIMER}.service")
+        assert (verify.code, [line for line in verify.err.splitlines() if TIMER in line]) == (0, [])
+        start(machine, "w")
+        until(lambda: machine.state(unit) == "failed", "the timer has fired", deadline=90)
+        until(lambda: machine.state(f"{TIMER}.timer", "SubState") == "waiting", "it waits again")
+        assert machine.state(f"{TIMER}.service", "ExecMainStartTimestampMonotonic") == "0"
+        assert not any(place.rglob("*"))
+        (UNITS / unit).write_text(f"[Mount]\nWhat=tmpfs\nWhere={place}\nType=tmpfs\n")
+        good(machine.run("systemctl", "daemon-reload"))
+        index = place / "store/index.json"
+        until(lambda: not machine.run("test", "-e", index).code, "it has fired again", deadline=90)
+        assert not any(place.rglob("*")), "it is on the disk"
+        good(machine.run("systemctl", "stop", f"{TIMER}.timer"))
+        until(lambda: machine.state(f"{TIMER}.service") == "inactive", "the last run has ended", deadline=90)
+        assert machine.state(f"{TIMER}.service", "Result") == "success"
+        good(machine.run(COMMAND, "schedule", "w", "--remove"))
+        good(machine.run("podman", "rm", "--force", "--time", "0", "w"))
 
 
 def newer(machine: Machine, than: dict[str, object]) -> dict[str, object] | None:

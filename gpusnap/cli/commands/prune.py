@@ -19,6 +19,7 @@ from gpusnap.cli.json_output import print_json
 from gpusnap.cli.keep_options import keep_options
 from gpusnap.cli.keep_options import rules as rules_of
 from gpusnap.oci.base.dataclass import asdict
+from gpusnap.oci.base.errors import DiskFull
 from gpusnap.retention.prune import Verdict
 from gpusnap.retention.prune import prune as remove
 from gpusnap.runtime_shim.base.errors import UsageError
@@ -49,8 +50,9 @@ def prune(
     container separately, as in restic and borg, and a checkpoint is kept if at least one rule keeps it. Hours
     without a checkpoint do not count. Days begin at midnight UTC, weeks on Monday.
 
-    These are always kept: the newest checkpoint of a container, checkpoints that a restore or another command
-    is reading, and a checkpoint with a name that is neither CONTAINER nor CONTAINER:TIME and does not match
+    These are always kept: the newest checkpoint of a container, and the one that was added last to the store,
+    which has an earlier date if the clock was set back; checkpoints that a restore or another command is
+    reading; and a checkpoint with a name that is neither CONTAINER nor CONTAINER:TIME and does not match
     NAME, such as one from `gpusnap tag`. A NAME with * matches such a tag only if it has a colon, as in
     'server:old*'. A damaged checkpoint, whose manifest or a blob is missing or truncated, is ignored by the
     rules: it is reported, and kept until `gpusnap rm`. Blobs are not read; `gpusnap verify` does that.
@@ -74,12 +76,20 @@ def prune(
     found: tuple[Verdict, ...] = ()
     with convert_errors(), Progress() as progress:
         progress.stage("reading the store")
-        if word is not None or os.path.exists(store.path):  # this host's comes to be with the first one
-            found = remove(open_store(store, write=not dry_run), rules, names, dry_run=dry_run)
+        exists = word is not None or os.path.exists(store.path)  # this host's comes to be with the first one
+        if exists:
+            open_store(store, write=not dry_run)
+            try:
+                found = remove(store, rules, names, dry_run=dry_run)
+            except DiskFull:
+                if not at_once:
+                    raise
+                store.collect()  # what killed writers left may be all that the new index needs
+                found = remove(store, rules, names, dry_run=dry_run)
     _warn(found, store.path)
     if not as_json:
         _say(found, store.path, names, dry_run=dry_run)
-    collected = collect_store(store, dry_run=False) if at_once and found and not dry_run else None
+    collected = collect_store(store, dry_run=False) if at_once and exists and not dry_run else None
     if as_json:
         document = {
             "store": store.path,

@@ -61,9 +61,10 @@ def schedule(
     """Have systemd checkpoint CONTAINER every DURATION, while it continues to run.
 
     It writes a timer and a service, /etc/systemd/system/gpusnap-checkpoint-NAME, and starts the timer. With
-    --keep rules, `gpusnap prune` follows each successful checkpoint, for this container alone. A run does not
-    start before the previous one has finished. If one fails, `systemctl status` and `systemctl --failed` show
-    it, and the next one starts at its regular time. Run the command again to change a schedule.
+    --keep rules, `gpusnap prune` runs before each checkpoint and after each successful one, for this
+    container alone. A run does not start before the previous one has finished. If one fails, `systemctl
+    status` and `systemctl --failed` show it, and the next one starts at its regular time. Run the command
+    again to change a schedule.
 
     As JSON: container, everySeconds, units (path, content), written; with --list a list of container, every
     (seconds), commands, unit, result (of the last run: success, exit-code, running, …); with --remove:
@@ -80,13 +81,16 @@ def schedule(
     if not every:
         raise UsageError("no interval is given", hint="add --every, such as --every 30m")
     container, note = _find_name(container)
+    place = locator.destination(to) if to is not None else None
+    store = place.store if isinstance(place, locator.InStore) else locator.default_store()
     found = Schedule(
         container,
         every,
         _checkpoint_words(to, labels, tcp_established=tcp_established),
         _prune_words(container, to, keep),
-        program("gpusnap") or os.path.abspath(sys.argv[0]),
-        network=to is not None and isinstance(locator.destination(to), locator.InRegistry),
+        os.path.abspath(program("gpusnap") or sys.argv[0]),  # PATH may have a relative folder
+        network=isinstance(place, locator.InRegistry),
+        store=store.path,
     )
     found.check()
     if not dry_run:

@@ -72,14 +72,18 @@ def _choose_next(
             return min(some, key=lambda each: (each.since, each.name))
     if not budget:
         return None
+    if need > budget:
+        hint = "raise suspend.ram"
+    elif spills:  # it fits, but for those that cannot be spilled now
+        hint = "try again when the suspends and resumes in progress have ended: gpusnap ps shows them"
+    else:
+        hint = (
+            "run gpusnap suspend --spill NAME to move suspended memory to the store "
+            '(suspend.over = "spill" does so automatically), or raise suspend.ram'
+        )
     raise Refused(
         f"{human(need)} of GPU memory must move to RAM, but only {human(max(0, free))} of suspend.ram, "
         f"{human(budget)}, is free",
-        hint="raise suspend.ram"
-        if need > budget
-        else (
-            "run gpusnap suspend --spill NAME to move suspended memory to the store "
-            '(suspend.over = "spill" does so automatically), or raise suspend.ram'
-        ),
+        hint=hint,
         code="GPS-216",
     )

@@ -17,6 +17,7 @@ from kept_checkpoints import an_archive, keep
 from gpusnap.base.progress import Progress
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.container_hooks import commands
+from gpusnap.engines import podman
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing import places
@@ -125,6 +126,25 @@ def test_the_one_before_fails(fake: FakePodman) -> None:
     assert "podman exec w sh -c 'sleep now'" in raised.value.hint
     assert order(fake) == ["sh -c sleep now", "sh -c wake up"]
     assert fake.status() == "running"
+
+
+def test_others_meanwhile(fake: FakePodman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other checkpoint or suspend begins while commands run: one would undo what the other prepared."""
+    monkeypatch.setattr(overrides, "_SWEEPING", 0.0)
+    busy = "another gpusnap checkpoint, suspend or resume of the container abababababab is in progress"
+    has(fake, BOTH)
+    with podman.Inspection("w") as asked:
+        with commands.run_around_checkpoint(asked.container(), QUIET, leave_running=True):
+            for attempt in (made, commands.run_around_suspend("podman", asked).__enter__):
+                with pytest.raises(ContainerError, match=busy):
+                    attempt()
+        with commands.run_around_suspend("podman", asked), pytest.raises(ContainerError, match=busy):
+            made()
+    assert order(fake) == ["sh -c sleep now", "sh -c wake up"]
+    made()
+    has(fake, {})
+    with overrides.keep_commands_alone(ID):
+        made()
 
 
 _COMMAND = """

@@ -16,6 +16,7 @@ from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import as_annotations
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.checkpoints.names import dated_name
+from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.layout.documents import Descriptor, Manifest, empty_descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import Catalog
@@ -309,6 +310,23 @@ def test_a_clock_that_was_wrong(store: Store) -> None:
     assert names(store) == {"a:20260103", "a:20260104", "a:20260105"}
 
 
+@pytest.mark.parametrize("back", [timedelta(minutes=50), timedelta(days=20000)])
+def test_a_clock_that_goes_back(store: Store, back: timedelta) -> None:
+    """What was made since then has earlier dates: the last one stays, and the one before it goes."""
+    now = datetime.now(UTC)
+    for day in (1, 2):
+        made(store, "a", day, f"a:{TIME % day}", created=(now + timedelta(minutes=40 + day)).isoformat())
+    made(store, "b", 1, f"b:{TIME % 1}")
+    for day in (3, 4):
+        created = now + timedelta(minutes=40 + day) - back
+        digest = made(store, "a", day, f"a:{TIME % day}", created=created.isoformat())
+        store.tag(f"a:{TIME % 2}", "best")
+        store.remove("best")
+        found = {each.digest: each.reasons for each in prune(store, LAST, ["a"])}
+        assert found[digest] == ("added last",)
+        assert names(store) == {f"a:{TIME % 2}", f"a:{TIME % day}", f"b:{TIME % 1}"}
+
+
 def test_what_is_in_use(store: Store) -> None:
     """A hold keeps it, also in what a dry run says; afterwards it goes."""
     first = made(store, "a", 1, "a:20260101")
@@ -408,6 +426,40 @@ def test_the_command(store: Store, gpusnap: Run) -> None:
         f"no checkpoint in {store.path} belongs to gone; gpusnap ls lists them\n",
         "",
     )
+
+
+def test_what_a_full_disk_still_takes(store: Store, gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the index does not fit, --gc first frees what killed writers left."""
+    for day in (1, 2):
+        made(store, "a", day, f"a:{TIME % day}")
+    staging = store.stage()
+    Path(staging.path, "left").write_bytes(bytes(5000))
+    staging.close(leave=True)
+    real = Catalog.write
+
+    def write(catalog: Catalog) -> None:
+        if stagings(store):
+            raise DiskFull(f"the file system of {store.path} is full: the index did not fit")
+        real(catalog)
+
+    monkeypatch.setattr(Catalog, "write", write)
+    code, _, err = gpusnap("prune", "--keep-last", "1")
+    assert (code, "is full: the index did not fit" in err) == (1, True)
+    code, out, err = gpusnap("prune", "--keep-last", "1", "--gc")
+    assert (code, err) == (0, "")
+    assert "1 of 2 checkpoints removed" in out
+    assert (names(store), stagings(store)) == ({f"a:{TIME % 2}"}, [])
+
+
+def test_gc_without_a_checkpoint(store: Store, gpusnap: Run) -> None:
+    """Before the first one of a container there may be what killed writers left, too."""
+    staging = store.stage()
+    staging.close(leave=True)
+    code, out, err = gpusnap("prune", "a", "--keep-last", "1", "--gc", "--dry-run")
+    assert (code, err, len(stagings(store))) == (0, "", 1)
+    code, out, err = gpusnap("prune", "a", "--keep-last", "1", "--gc")
+    assert (code, err, stagings(store)) == (0, "", [])
+    assert out.startswith(f"no checkpoint in {store.path} belongs to a; gpusnap ls lists them\n")
 
 
 def test_the_tense_of_the_total(store: Store, gpusnap: Run) -> None:

@@ -67,9 +67,14 @@ def settings_of(text: str) -> dict[str, list[str]]:
 
 
 def test_units() -> None:
-    """One run at a time, pruning only after success, a deadline for each."""
+    """One run at a time, pruning before it and only after success, a deadline for each."""
     made = Schedule(
-        "tr-1", HALF_HOUR, ("--to", "oci:/srv/a b"), ("--keep-last", "5", "--", "tr-1"), "/bin/gpusnap"
+        "tr-1",
+        HALF_HOUR,
+        ("--to", "oci:/srv/a b"),
+        ("--keep-last", "5", "--", "tr-1"),
+        "/bin/gpusnap",
+        store='/srv/a b"$100%',
     )
     service, timer = map(settings_of, made.files().values())
     assert [*made.files()] == ["gpusnap-checkpoint-tr\\x2d1.service", "gpusnap-checkpoint-tr\\x2d1.timer"]
@@ -78,15 +83,15 @@ def test_units() -> None:
         '/bin/gpusnap checkpoint --leave-running --to "oci:/srv/a b" -- tr-1',
         "/bin/gpusnap prune --keep-last 5 -- tr-1",
     ]
+    assert service["ExecStartPre"] == ["-/bin/gpusnap prune --keep-last 5 -- tr-1"]
+    assert service["RequiresMountsFor"] == ['"/srv/a b\\"$100%%"']
     assert service["TimeoutStartSec"]
     assert service["KillMode"] == ["mixed"]
     assert "After" not in service
     assert (timer["OnActiveSec"], timer["OnUnitActiveSec"]) == (["1800s"], ["1800s"])
     assert timer["WantedBy"] == ["timers.target"]
-    assert (
-        len(settings_of(Schedule("w", HALF_HOUR, ()).files()["gpusnap-checkpoint-w.service"])["ExecStart"])
-        == 1
-    )
+    plain = settings_of(Schedule("w", HALF_HOUR, ()).files()["gpusnap-checkpoint-w.service"])
+    assert (len(plain["ExecStart"]), "ExecStartPre" in plain) == (1, False)
     pushed = Schedule("w", HALF_HOUR, ("--to", "registry.example/w:v1"), network=True)
     assert settings_of(pushed.files()["gpusnap-checkpoint-w.service"])["After"] == ["network-online.target"]
 
@@ -250,8 +255,22 @@ def test_dry_run(host: FakePodman, units: Path, gpusnap: Run, tmp_path: Path) ->
         "/usr/bin/gpusnap prune --keep-last 5 --keep-within 172800s --keep-label best --gc -- "
         f"oci:{tmp_path}/s w",
     ]
+    assert settings_of(out)["ExecStartPre"] == [f"-{settings_of(out)['ExecStart'][1]}"]
+    assert settings_of(out)["RequiresMountsFor"] == [f"{tmp_path}/s"]
     assert settings_of(out)["OnUnitActiveSec"] == ["129600s"]
     assert [*units.iterdir()] == []
+
+
+@pytest.mark.parametrize("to", [(), ("--to", "registry.example/w:v1")])
+def test_the_store_of_this_host(
+    host: FakePodman, host_store: Store, gpusnap: Run, monkeypatch: pytest.MonkeyPatch, to: tuple[str, ...]
+) -> None:
+    """Its disk is needed, also for a checkpoint that is pushed; the program is named by its absolute path."""
+    monkeypatch.setattr("gpusnap.cli.commands.schedule.program", lambda name: f"./bin/{name}")
+    code, out, err = gpusnap("schedule", "w", "--every", "30m", *to, "--dry-run")
+    assert (code, err) == (0, "")
+    assert settings_of(out)["RequiresMountsFor"] == [host_store.path]
+    assert settings_of(out)["ExecStart"][0].startswith(f"{os.getcwd()}/bin/gpusnap checkpoint ")
 
 
 def test_the_commands(host: FakePodman, units: Path, gpusnap: Run) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from gpusnap.oci.base.errors import (
 )
 from gpusnap.oci.chunks.verify import verify
 from gpusnap.oci.layout.digests import digest_of
-from gpusnap.oci.layout.documents import Index
+from gpusnap.oci.layout.documents import Index, Manifest
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 
@@ -84,6 +84,17 @@ def test_on_a_full_disk(small_disk: Path) -> None:
     with store.stage() as staging, pytest.raises(DiskFull, match=said) as raised:
         staging.layout.add_blob(bytes(2 << 20), media_type="a/b")
     assert failure(raised.value).hint.endswith("such as with gpusnap prune --gc or gpusnap rm --gc")
+    with store.stage() as staging:
+        config = staging.layout.add_blob(b"{}", media_type="a/b")
+        staging.commit(staging.layout.add_manifest(Manifest(config, (), "a/b")), names=["a", "b"])
+    with (small_disk / "else").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(512))
+    with pytest.raises(DiskFull, match=f"^the file system of {store.path} is full: the index of ") as raised:
+        store.remove("a")
+    assert failure(raised.value).hint == "free some space there, such as with gpusnap gc"
+    store.collect()
+    (small_disk / "else").unlink()
     with pytest.raises(DiskFull, match=rf"^the file system of {small_disk}/layout is full: ") as raised:
         Layout(small_disk / "layout").create().add_blob(bytes(2 << 20), media_type="a/b")
     assert failure(raised.value).hint == "free some space there"

@@ -886,7 +886,7 @@ def test_two_at_once(fake: FakePodman, tmp_path: Path) -> None:
     with overrides.order(ID, pages="chunks"):
         for to in (None, locator.InFile(f"{tmp_path}/w.tar")):
             with pytest.raises(
-                GpusnapError, match=r"another gpusnap checkpoint or resume of the container abababababab is"
+                GpusnapError, match=r"another gpusnap .* suspend or resume of the container abababababab is"
             ):
                 made(to=to)
     assert fake.status() == "running"

@@ -184,6 +184,13 @@ def test_two_suspends_at_once(ram: dict[str, int], there: list[Suspension]) -> N
         there.append(replace(ONE, name="mistral", stage=Stage.SUSPENDING, owner=state_files.owner()))
         ram["mistral"] = 20 * MIB
         make_room(100, 10 * MIB)
+        # It cannot be spilled now, and the hint does not suggest that.
+        with pytest.raises(Refused) as caught:
+            make_room(100, 81 * MIB, "spill")
+        assert caught.value.hint == (
+            "try again when the suspends and resumes in progress have ended: gpusnap ps shows them"
+        )
+        assert ram["llama"]
     there[-1] = replace(there[-1], owner=(1 << 22, 1))  # it was killed: its claim has ended, its files stay
     with pytest.raises(Refused, match=r"only 10.0 MiB of suspend.ram"):
         make_room(100, 11 * MIB)

@@ -138,7 +138,7 @@ def test_one_at_a_time(folder: Path) -> None:
     with overrides.order(ID, pages="chunks"):
         with (
             pytest.raises(
-                ContainerError, match="another gpusnap checkpoint or resume of the container c0ffeec0ffee is"
+                ContainerError, match=r"another gpusnap .* suspend or resume of the container c0ffeec0ffee is"
             ),
             overrides.order(ID, pages="store"),
         ):
