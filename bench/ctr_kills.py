@@ -84,26 +84,18 @@ _MOST_TICKS = 4000
 
 
 @dataclass
-class Tasks(Bench):
-    """A task of containerd's, and what is done to it."""
+class Engine(Bench):
+    """containerd, and what is killed in it."""
 
     server: Containerd = field(kw_only=True)
     lines: str = field(kw_only=True)
     """Further lines of the settings."""
     child: subprocess.Popen[bytes] | None = None
     """A containerd that was started in place of one that was killed."""
-    work: Work = field(init=False)
 
-    def begin(self, *options: str) -> None:
-        """Start with a new container on a clean host. `options`: of ctr run."""
-        self.server.remove_all()
-        good(run_limited([COMMAND, "recover"]))
-        out = FOLDER / "out"
-        self.work = Work.start(self.server, NAME, out, GPUS_CONF, "--mib", "6", minors=[0], options=options)
-        self.before = State.now()
-
-    def line(self, *words: str | Path) -> Line:
-        return ["ctr", "--address", str(self.server.address), *map(str, words)]
+    def one(self, way: str) -> str:
+        """Run a round; return what happened in it. Raises Bad."""
+        raise NotImplementedError
 
     def list_spared(self) -> frozenset[int]:
         """Return all processes but those of the engine."""
@@ -120,17 +112,54 @@ class Tasks(Bench):
             victims = tuple(name for name in victims or self.victims if name != "containerd-shim")
         done, killer = super().run(way, line, victims=victims or self.victims)
         if "containerd" in killer.killed:
-            self._start_again()
+            self.start_again()
         self.strict = {*killer.killed} == {"gpusnap-runtime"} and bool(self.signals)
         self.strict &= "gpusnap recover" not in done.err
         if "Traceback" in done.err:
             raise Bad(f"{killer.killed}: not meant for people:\n{done.err[-4000:]}")
         return done, killer
 
-    def _start_again(self) -> None:
-        wait_for(lambda: "containerd" not in processes().values())
+    def start_again(self) -> None:
+        """Start containerd in place of the killed one, and wait until it answers."""
+        if not wait_for(lambda: "containerd" not in processes().values(), seconds=5):
+            return  # only a child of it was killed, before that had begun its program
         self.child = child = launch(self.server)
         until(lambda: answers(self.server, child), "containerd")
+
+    def nothing_to_recover(self, what: str) -> None:
+        """See that `gpusnap recover` has done everything. Raises Bad."""
+        if said := self.recover():
+            raise Bad(f"{what}: the second `gpusnap recover`: {said}")
+        if listed := json.loads(good(run_limited([COMMAND, "recover", "--list", "--json"]))):
+            raise Bad(f"{what}: left after `gpusnap recover`: {listed}")
+
+
+@dataclass
+class Tasks(Engine):
+    """A task of containerd's, and what is done to it."""
+
+    work: Work = field(init=False)
+
+    def one(self, way: str) -> str:
+        if max(map(max, self.work.ticks().values())) > _MOST_TICKS:
+            self.restore()
+        said = ROUNDS[way](self)
+        if left := self.before.left():
+            raise Bad(f"left behind by {said}: {left[:10]}")
+        self.next_one(said)
+        self.forget_images()
+        return said
+
+    def begin(self, *options: str) -> None:
+        """Start with a new container on a clean host. `options`: of ctr run."""
+        self.server.remove_all()
+        good(run_limited([COMMAND, "recover"]))
+        out = FOLDER / "out"
+        self.work = Work.start(self.server, NAME, out, GPUS_CONF, "--mib", "6", minors=[0], options=options)
+        self.before = State.now()
+
+    def line(self, *words: str | Path) -> Line:
+        return ["ctr", "--address", str(self.server.address), *map(str, words)]
 
     def ended_by_shim(self, killer: Killer) -> bool:
         """Whether the shim was killed; if so, wait until containerd has ended its container."""
@@ -199,13 +228,6 @@ class Tasks(Bench):
         for lease in self.server.ctr("leases", "ls", "--quiet").stdout.split():
             self.server.ctr("leases", "rm", "--sync", lease)
         self.server.ctr("image", "rm", "--sync", MADE, check=False)
-
-    def nothing_to_recover(self, what: str) -> None:
-        """See that `gpusnap recover` has done everything. Raises Bad."""
-        if said := self.recover():
-            raise Bad(f"{what}: the second `gpusnap recover`: {said}")
-        if listed := json.loads(good(run_limited([COMMAND, "recover", "--list", "--json"]))):
-            raise Bad(f"{what}: left after `gpusnap recover`: {listed}")
 
     def next_one(self, what: str) -> None:
         """Make a checkpoint without a kill, after which nothing is left."""
@@ -357,25 +379,18 @@ def ready(bench: Tasks) -> None:
     bench.before = State.now()
 
 
-def one_round(bench: Tasks, way: str, name: str) -> bool:
+def one_round(bench: Engine, way: str, name: str) -> bool:
     """Run one round; return whether all was right. If not, clean up without containerd."""
     bench.report.counts[f"{way}s"] += 1
     pages = random.choice(PAGES)
     settings(bench.runtime, pages=pages, more=bench.lines)
     try:
-        if max(map(max, bench.work.ticks().values())) > _MOST_TICKS:
-            bench.restore()
-        said = f"{pages}, {ROUNDS[way](bench)}"
-        if left := bench.before.left():
-            raise Bad(f"left behind by {said}: {left[:10]}")
-        bench.next_one(said)
-        bench.forget_images()
-        bench.report.note(f"{name}: {said}")
+        bench.report.note(f"{name}: {pages}, {bench.one(way)}")
         bench.report.counts["good"] += 1
     except (Bad, AssertionError, OSError, subprocess.SubprocessError, KeyError) as error:
-        bench.report.note(f"{name}: BAD {error}")
-        logs = list(FOLDER.glob("server/state/**/*.log"))
-        bench.report.failed(name, error, Path("/run/gpusnap/journal"), FOLDER / "server/log", *logs)
+        bench.report.note(f"{name}: BAD {pages}, {error}")
+        logs = list(bench.server.folder.glob("state/**/*.log"))
+        bench.report.failed(name, error, Path("/run/gpusnap/journal"), bench.server.folder / "log", *logs)
         for pid, what in processes().items():
             if what in ("gpuwork", "criu", "crun", "runc", "gpusnap-runtime"):
                 with suppress(ProcessLookupError):
@@ -388,7 +403,7 @@ def one_round(bench: Tasks, way: str, name: str) -> bool:
     return True
 
 
-def run_all(bench: Tasks, ways: Sequence[str], numbers: Iterable[int]) -> None:
+def run_all(bench: Engine, ways: Sequence[str], numbers: Iterable[int]) -> None:
     """Run the rounds of these numbers, or until one fails."""
     for number in numbers:
         way = ways[number % len(ways)]
@@ -397,22 +412,28 @@ def run_all(bench: Tasks, ways: Sequence[str], numbers: Iterable[int]) -> None:
 
 
 @contextmanager
+def serving(folder: Path, config: str = "") -> Iterator[Containerd]:
+    """A new containerd in a new folder there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "server").mkdir(parents=True)
+    with containerd(folder / "server", config=config) as server:
+        yield server
+
+
+@contextmanager
 def at_work(report: Report, runtime: str, options: argparse.Namespace) -> Iterator[Tasks]:
     """A new containerd with one task."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    (FOLDER / "server").mkdir(parents=True)
-    with spare_old_groups(runtime) as lines:
+    with spare_old_groups(runtime) as lines, serving(FOLDER) as server:
         settings(runtime, more=lines)
-        with containerd(FOLDER / "server") as server:
-            given = (report, runtime, options.victims, "", options.signals)
-            bench = Tasks(*given, server=server, lines=lines)
-            try:
-                ready(bench)
-                yield bench
-                server.remove_all()
-            finally:
-                if bench.child is not None:
-                    end(bench.child)
+        given = (report, runtime, options.victims, "", options.signals)
+        bench = Tasks(*given, server=server, lines=lines)
+        try:
+            ready(bench)
+            yield bench
+            server.remove_all()
+        finally:
+            if bench.child is not None:
+                end(bench.child)
 
 
 def main() -> int:

@@ -265,8 +265,8 @@ def _things() -> list[str]:
             found += [
                 f"file {path}" for path in below if not path.name.endswith(_STAYS) and not _is_kept(path)
             ]
-    for runtime in ("/run/crun", "/run/runc", "/run/containerd/runc/default"):
-        found += [f"{runtime}/{name}" for name in (os.listdir(runtime) if os.path.isdir(runtime) else ())]
+    for pattern in ("run/crun/*", "run/runc/*", "run/containerd/runc/*/*"):
+        found += [str(path) for path in Path("/").glob(pattern)]
     found += [f"softgpu {path.name}" for path in STATE.glob("*") if path.name.isdigit()]
     kept = (each for each in found if not re.fullmatch(r"file /run/gpusnap(/\w+)?", each))
     return [re.sub(r"[0-9a-f]{64}|\b[A-Z0-9]{26}\b|\d+", "N", each) for each in kept]

@@ -33,7 +33,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,16 +249,20 @@ class Bench:
         if self.signals and line[0] == COMMAND:
             _check_end(done, killer)
         self.strict = bool(self.signals) and line[0] == COMMAND and "gpusnap recover" not in done.err
-        if not wait_for(lambda: not self._behind(killer.before), seconds=_ENDING / 2):
-            self._free(way)
-            wait_for(lambda: not self._behind(killer.before), seconds=_ENDING / 2)
-        if going_on := self._behind(killer.before):
-            raise Bad(f"{killer.killed} killed, and {going_on} still run after {_ENDING:g} s\n{describe()}")
+        self.settle(way, killer.before, killer.killed)
         self.report.counts["killed"] += bool(killer.killed)
         self.report.counts[f"{way}: {'+'.join(sorted(set(killer.killed))) or 'none'} killed"] += 1
         if done.code > 0 and not killer.root and (self.strict or not self.signals) and not _is_early(done):
             self.report.said[plain(checked_message(done))] += 1
         return done, killer
+
+    def settle(self, way: str, before: frozenset[int], killed: Sequence[str]) -> None:
+        """Wait until the other processes of a command that was killed have ended. Raises Bad."""
+        if not wait_for(lambda: not self._behind(before), seconds=_ENDING / 2):
+            self._free(way)
+            wait_for(lambda: not self._behind(before), seconds=_ENDING / 2)
+        if going_on := self._behind(before):
+            raise Bad(f"{killed} killed, and {going_on} still run after {_ENDING:g} s\n{describe()}")
 
     def list_spared(self) -> frozenset[int]:
         """Return the processes that are not killed, whatever they are."""

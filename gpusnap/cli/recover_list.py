@@ -16,6 +16,7 @@ from gpusnap.oci.base.dataclass import asdict, dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.restoring.in_podman import StoppedContainer
+from gpusnap.operations.suspending.left_paused import PausedContainer
 from gpusnap.operations.unknown_containers import UnknownContainer
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot.records import journal
@@ -42,6 +43,7 @@ Kind: TypeAlias = Literal[
     "suspended",
     "ended",
     "stopped",
+    "paused",
 ]
 """`gpusnap recover --help` explains each (commands/recover.py). The names are public and do not change."""
 
@@ -73,6 +75,7 @@ def list_waiting(
     coming: Sequence[Record] = (),
     awake: Sequence[Suspension] = (),
     unnoticed: Sequence[podman.Container] = (),
+    paused: Sequence[PausedContainer] = (),
 ) -> tuple[PendingOperation, ...]:
     """All of these, by container."""
     found = [
@@ -116,6 +119,7 @@ def list_waiting(
         PendingOperation(e.id, "ended", False, (), e.checkpoint_path, in_podman.UNNOTICED, e.name)
         for e in unnoticed
     ]
+    found += [PendingOperation(e.container, "paused", False, e.processes, "", e.why) for e in paused]
     return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
 
 
@@ -148,7 +152,7 @@ class Names:
 def line(each: PendingOperation, names: Names) -> str:
     """One for people."""
     shown = names.format_name(each.container)
-    if each.kind in ("unknown", "suspended", "ended", "stopped", "leaving", "coming"):
+    if each.kind in ("unknown", "suspended", "ended", "stopped", "leaving", "coming", "paused"):
         return f"{shown}  {each.why}"
     if each.at_work:
         state = "gpusnap is working on it"

@@ -98,9 +98,10 @@ class Containerd:
         words = ["--detach", "--null-io", "--cpu-shares", "0", "--runc-binary", os.fspath(runtime)]
         self.ctr("run", *words, *options, BASE, name, *command)
 
-    def tasks(self) -> dict[str, tuple[int, str]]:
+    def tasks(self, namespace: str = "default") -> dict[str, tuple[int, str]]:
         """PID of init and status (RUNNING, PAUSED, STOPPED) of every task, by name."""
-        lines = [line.split() for line in self.ctr("task", "ls").stdout.splitlines()[1:]]
+        listed = self.ctr("--namespace", namespace, "task", "ls").stdout
+        lines = [line.split() for line in listed.splitlines()[1:]]
         return {name: (int(pid), status) for name, pid, status in lines}
 
     def bundle(self, name: str) -> Path:

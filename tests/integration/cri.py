@@ -24,7 +24,8 @@ __all__ = ["RUNNING", "Cri", "CriError", "Pod", "PodContainer", "connected"]
 
 _PROTOCOL = Path(__file__).with_name("cri.proto")
 _SERVICES = ("RuntimeService", "ImageService")
-_TIMEOUT = 120.0
+_DEADLINE = 120.0
+"""Seconds for a call."""
 # kubelet's defaults for a pod with hostNetwork, which needs no CNI plugin; see NamespaceMode in cri.proto.
 _NAMESPACES = {"network": 2, "pid": 1, "ipc": 0}
 _TICK = re.compile(r"pid=(\d+) tick=(\d+) (ok|BAD)")
@@ -41,7 +42,9 @@ class Cri:
 
     def __init__(self, address: Path, messages: Any) -> None:
         self._grpc = importlib.import_module("grpc")
-        self._channel = self._grpc.insecure_channel(f"unix://{address}")
+        self._channel = self._grpc.insecure_channel(
+            f"unix://{address}", options=[("grpc.max_reconnect_backoff_ms", 500)]
+        )
         self._calls = {}
         for service in _SERVICES:
             described = messages.DESCRIPTOR.services_by_name[service]
@@ -56,11 +59,13 @@ class Cri:
                 )
                 self._calls[method.name] = request, call
 
-    def __call__(self, method: str, /, *, timeout: float = _TIMEOUT, **fields: Any) -> Any:
-        """Make a call. Raises CriError."""
+    def __call__(
+        self, method: str, /, *, deadline: float = _DEADLINE, wait: bool = True, **fields: Any
+    ) -> Any:
+        """Make a call; with `wait` a server that does not listen yet is waited for. Raises CriError."""
         request, call = self._calls[method]
         try:
-            return call(request(**fields), timeout=timeout)
+            return call(request(**fields), timeout=deadline, wait_for_ready=wait)
         except self._grpc.RpcError as error:
             raise CriError(f"{method}: {error.details()}") from error
 
@@ -118,6 +123,19 @@ class Pod:
 
         `volumes` are folders of this host by the path where it has them.
         """
+        fields = self.request(name, image, *command, gpus=gpus, attempt=attempt, volumes=volumes)
+        return self.made(fields, self.cri("CreateContainer", **fields).container_id)
+
+    def request(
+        self,
+        name: str,
+        image: str,
+        *command: str,
+        gpus: str = "all",
+        attempt: int = 0,
+        volumes: Mapping[str, Path] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Return the fields of the CreateContainer that `create` calls."""
         mounts: list[dict[str, Any]] = [
             {"container_path": "/gpuwork", "host_path": GPUWORK, "readonly": True},
             *({"container_path": path, "host_path": str(folder)} for path, folder in volumes.items()),
@@ -131,8 +149,11 @@ class Pod:
             "linux": {"security_context": {"namespace_options": _NAMESPACES}},
             "CDI_devices": [{"name": f"nvidia.com/gpu={gpus}"}] if gpus else [],
         }
-        made = self.cri("CreateContainer", pod_sandbox_id=self.id, config=config, sandbox_config=self.config)
-        return PodContainer(self, made.container_id, self.logs / f"{name}-{attempt}.log")
+        return {"pod_sandbox_id": self.id, "config": config, "sandbox_config": self.config}
+
+    def made(self, fields: dict[str, Any], identity: str) -> PodContainer:
+        """The container that a CreateContainer with these fields has made."""
+        return PodContainer(self, identity, self.logs / fields["config"]["log_path"])
 
     def remove(self) -> None:
         """Remove it with all its containers."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,78 +13,32 @@ import pytest
 import shimhost
 from containerdhost import Containerd, containerd, recorded, version
 from cri import RUNNING, Cri, CriError, Pod, PodContainer, connected
-from registryhost import Registry, running
-from support import GPUS_CONF, RUNTIME, faults, good, manifest, podman, run
+from crihost import HANDLER, configure, images, pull_base
+from registryhost import Registry
+from support import GPUS_CONF, Done, faults, good, manifest, run, until
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("containerd") or version() < (2,), reason="containerd's CRI checkpoints from 2.0 on"
 )
 
-HANDLER = "gpusnap"
 # For what does not depend on the runtime: the one that most nodes have.
 RUNC = pytest.mark.parametrize("real", ["runc"], indirect=True)
 RESTORES = pytest.mark.parametrize("real", ["runc", "crun"], indirect=True)
 UUIDS = re.findall(r"uuid=(\S+)", GPUS_CONF)
 WORK = ("/gpuwork", "--tick", "30", "--rest", "24", "--mib", "8")
-# As docs/kubernetes.md has it, but for the first two: a sandbox is a container of an image that waits; and a
-# machine in a machine may not lower a process' oom_score_adj below its own.
-_CONFIG = """\
-[plugins."io.containerd.grpc.v1.cri"]
-sandbox_image = "{registry}/pause:1"
-restrict_oom_score_adj = true
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.{handler}]
-runtime_type = "io.containerd.runc.v2"
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.{handler}.options]
-BinaryName = "{runtime}"
-"""
-# Where version 1 of the cgroups has the cpu controller, version 2 has none, and sandboxes get a CPU weight.
-_WITHOUT_CPU = """\
-#!{python} -I
-import json, os, sys
-if "create" in sys.argv:
-    path = os.path.join(sys.argv[sys.argv.index("--bundle") + 1], "config.json")
-    with open(path) as file:
-        spec = json.load(file)
-    spec["linux"]["resources"].pop("cpu", None)
-    with open(path, "w") as file:
-        json.dump(spec, file)
-os.execv("{runtime}", ["{runtime}", *sys.argv[1:]])
-"""
 
 
 @pytest.fixture(scope="module")
 def registry(host: None) -> Iterator[Registry]:
-    """A registry with the base image, and one to make sandboxes of."""
-    with running() as found:
-        command = 'CMD ["/bin/sleep", "1000000"]'
-        good(podman("create", "--name", "pause", "localhost/base", runtime="crun"))
-        good(podman("commit", "--quiet", "--change", command, "pause", "localhost/pause:1"))
-        good(podman("rm", "pause"))
-        for name in ("base", "pause"):
-            source = f"containers-storage:localhost/{name}:{'1' if name == 'pause' else 'latest'}"
-            to = f"docker://{found.host}/{name}:1"
-            good(run("skopeo", "copy", "--quiet", "--dest-tls-verify=false", source, to))
+    with images() as found:
         yield found
-        podman("rmi", "--force", "localhost/pause:1")
 
 
 @pytest.fixture(scope="module")
 def server(registry: Registry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containerd]:
-    Path("/etc/resolv.conf").touch()  # a pod has the host's
     folder = tmp_path_factory.mktemp("containerd")
-    config = _CONFIG.format(registry=registry.host, handler=HANDLER, runtime=_runtime(folder))
-    with containerd(folder, config=config) as found:
+    with containerd(folder, config=configure(folder, registry)) as found:
         yield found
-
-
-def _runtime(folder: Path) -> str:
-    """The launcher, behind what this machine's cgroups make necessary."""
-    if "cpu" in Path("/sys/fs/cgroup/cgroup.controllers").read_text().split():
-        return RUNTIME
-    path = folder / "runtime"
-    path.write_text(_WITHOUT_CPU.format(python=sys.executable, runtime=RUNTIME))
-    path.chmod(0o755)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +49,7 @@ def cri(server: Containerd) -> Iterator[Cri]:
 
 @pytest.fixture
 def base(cri: Cri, registry: Registry) -> str:
-    """The image that containers are made of; it is pulled, as kubelet would have it."""
-    image = f"{registry.host}/base:1"
-    cri("PullImage", image={"image": image})
-    return image
+    return pull_base(cri, registry)
 
 
 @pytest.fixture
@@ -294,6 +245,38 @@ def test_refused(work: PodContainer, tmp_path: Path) -> None:
         work.checkpoint(tmp_path / "checkpoint.tar")
     faults("")
     work.goes_on()
+
+
+@RUNC
+@pytest.mark.parametrize("moment", ["in gpusnap's part", "at its end"])
+def test_a_caller_that_gives_up(server: Containerd, work: PodContainer, tmp_path: Path, moment: str) -> None:
+    """containerd leaves the container paused; `gpusnap recover` says so, and how it is resumed."""
+    ours = moment == "in gpusnap's part"
+    faults("checkpoint hang=60000" if ours else "restore hang=6000")
+    with pytest.raises(CriError, match="Deadline Exceeded"):
+        work.pod.cri(
+            "CheckpointContainer", deadline=4, container_id=work.id, location=str(tmp_path / "first.tar")
+        )
+    faults("")
+    recovered = done_again(lambda: run("/usr/local/bin/gpusnap", "recover"))
+    (resume,) = re.findall(rf"{work.id}  containerd has paused it.*: ctr (.+)", recovered)
+    (listed,) = json.loads(gpusnap("recover", "--list", "--json"))
+    assert (listed["container"], listed["kind"]) == (work.id, "paused")
+    assert resume in gpusnap("recover", work.id)
+    work.checkpoint(tmp_path / "second.tar")  # containerd leaves it paused once more
+    assert resume in gpusnap("recover")
+    server.ctr(*resume.split())
+    work.goes_on()
+    done = run("/usr/local/bin/gpusnap", "recover")
+    assert (done.out, done.err) == ("", "nothing to recover\n")
+    work.checkpoint(tmp_path / "third.tar")
+    work.goes_on()
+
+
+def done_again(command: Callable[[], Done]) -> str:
+    """What a command says when the runtime that containerd kills has ended."""
+    said: str = until(lambda: done.out if not (done := command()).code else "", "the end of gpusnap-runtime")
+    return said
 
 
 @RUNC

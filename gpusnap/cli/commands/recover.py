@@ -34,8 +34,9 @@ from gpusnap.operations.checkpointing.left_exports import LeftExport
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.restoring.in_podman import NeedyContainer, StoppedContainer
+from gpusnap.operations.suspending import left_paused, targets
 from gpusnap.operations.suspending import recover as suspending
-from gpusnap.operations.suspending import targets
+from gpusnap.operations.suspending.left_paused import PausedContainer
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
@@ -175,6 +176,9 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
     lists as running or paused is never killed.
 
+    A pod's container that containerd has paused is named, with the command that resumes it: containerd leaves
+    it paused if the caller of a checkpoint, such as kubelet, did not wait for its end.
+
     As JSON: a list with container, kind, at_work (the gpusnap that works on it still runs), processes (PIDs),
     image (the directory of a checkpoint or a restore), why (in words) and name for each container that is not
     as it should be. The kind is `checkpoint`, `restore`, `suspend` or `resume`: that was interrupted, or is
@@ -182,7 +186,8 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     `unknown`: the container was restored and runs, but Podman does not list it as running; `suspended`: it is
     suspended, but Podman lists it as running, or a thread of it would receive no signal; `ended`: it has
     ended, but Podman was killed before it cleaned up; `stopped`: a killed `gpusnap checkpoint --to
-    oci:DIR` stopped it, and Podman can restore it (why has the command). Later versions may add kinds. What
+    oci:DIR` stopped it, and Podman can restore it (why has the command); `paused`: containerd has paused a
+    pod's container (why has the command). Later versions may add kinds. What
     else is left in stores and archives is not in the list.
     """
     if as_json and not only_list:
@@ -206,13 +211,19 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     moves = _Migrations(leaving, records.list_records(lost))
     moved = set(moves.ids())
     unnoticed = tuple(each for each in unnoticed if each.id not in moved)
+    paused = left_paused.list_paused()
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:
         stores = _list_stores()
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
-        ids += [each.id for each in unnoticed] + moves.ids() + _list_handed_over(stores)
+        ids += (
+            [each.id for each in unnoticed]
+            + [each.container for each in paused]
+            + moves.ids()
+            + _list_handed_over(stores)
+        )
         container = wanted = unknown_containers.choose_id(container, ids)
         moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
@@ -221,10 +232,11 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
         moving = tuple(each for each in moving if each.container == wanted)
         unreadable = {key: error for key, error in unreadable.items() if container_key.id_of(key) == wanted}
         unnoticed = tuple(each for each in unnoticed if each.id == wanted)
+        paused = tuple(each for each in paused if each.container == wanted)
         for error in lost.values():  # it may be of this container
             click.echo(error.sentence(), err=True)
         lost = {}
-        if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed):
+        if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed or paused):
             failures: list[GpusnapError] = []
             stored = not only_list and _store_memory(stores, Names(), failures, container)
             _say_nothing(container, stores, known=wanted in ids, as_json=as_json, is_done=stored)
@@ -237,8 +249,10 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     if only_list:
         asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
         asked = asleep if container is None else None
-        _list(found, cut_off, up, moving, moves, asked, unnoticed, failed, as_json=as_json)
-    elif container is not None and not (found or cut_off or moving or moves.ids() or unnoticed or failed):
+        _list(found, cut_off, up, moving, moves, asked, unnoticed, paused, failed, as_json=as_json)
+    elif container is not None and not (
+        found or cut_off or moving or moves.ids() or unnoticed or paused or failed
+    ):
         _end_unknown(container, up)
     else:
         places = _list_stores() if unnoticed else []
@@ -320,6 +334,7 @@ def _list(
     moves: _Migrations,
     asleep: Sequence[Suspension] | None,
     unnoticed: Sequence[podman.Container],
+    paused: Sequence[PausedContainer],
     failed: Sequence[_Action],
     *,
     as_json: bool,
@@ -332,7 +347,7 @@ def _list(
     path = settings_file.load().store.path
     awake = [each for each in asleep or () if suspending.is_awake(each)]
     waits = recover_list.list_waiting(
-        found, cut_off, unknown, moving, moves.leaving, moves.coming, awake, unnoticed
+        found, cut_off, unknown, moving, moves.leaving, moves.coming, awake, unnoticed, paused
     )
     names = Names({each.container: each.name for each in moving})
     stopped, left, memory = _StoppedContainers((), {}), tuple[LeftExport, ...](), False
@@ -438,8 +453,9 @@ def _recover_and_say(
     restored_containers.sweep()
     up = (each for each in restored_containers.list_living() if container in (None, each.container))
     unknown, open_ones = unknown_containers.list_unknown(up)
-    for each in unknown:
-        click.echo(f"{names.format_name(each.container)}  {each.why}")
+    paused = [each for each in left_paused.list_paused() if container in (None, each.container)]
+    for where, why in [(e.container, e.why) for e in unknown] + [(e.container, e.why) for e in paused]:
+        click.echo(f"{names.format_name(where)}  {why}")
     for line in open_ones:
         click.echo(line, err=True)
     reservations.sweep()
@@ -459,7 +475,7 @@ def _recover_and_say(
             left_exports.forget(left, stopped.stores)
         stopped.tell()
         memory = any([_tell_others(stores), _tell_memory(Store(settings.store.path), stopped.found)])
-        if not (actions or stored or unknown or open_ones or left or stopped.stores or failures):
+        if not (actions or stored or unknown or paused or open_ones or left or stopped.stores or failures):
             click.echo(_NO_CONTAINER if memory else _NOTHING, err=True)
     else:
         _store_memory(_list_stores(), names, failures, container)

@@ -31,8 +31,8 @@ from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
 
 _CONTAINERD = "containerd"
 _PODMAN = "podman"
-# It has a folder for each namespace (containerd, RuncRoot of cmd/containerd-shim-runc-v2).
-_CONTAINERD_ROOT = "/run/containerd/runc"
+CONTAINERD_ROOT = "/run/containerd/runc"
+"""It has a folder for each namespace (containerd, RuncRoot of cmd/containerd-shim-runc-v2)."""
 
 
 Running = tuple[Engine, containers.Container, RealRuntime]
@@ -51,7 +51,7 @@ def find_running(name: str, asked: podman.Inspection) -> Running:
         if there is None:
             raise error
         namespace, container_id = there
-        root = os.path.join(_CONTAINERD_ROOT, namespace)
+        root = os.path.join(CONTAINERD_ROOT, namespace)
         return engine(_CONTAINERD, container_id, container_id, namespace), *_find_known(container_id, root)
     if found.status == "paused":
         asleep = suspensions.find_by_container(found.id)
@@ -151,7 +151,7 @@ def engine(kind: str, container_id: str, name: str, namespace: str) -> Engine:
 def _allow(kind: str, namespace: str, container_id: str, nodes: Sequence[Node]) -> Sequence[Node]:
     """Let its runtime allow a container its device nodes, in whichever folder the runtime keeps it."""
     of_task = kind == _CONTAINERD
-    roots = [os.path.join(_CONTAINERD_ROOT, namespace)] if of_task else _with_podman(container_id)
+    roots = [os.path.join(CONTAINERD_ROOT, namespace)] if of_task else _with_podman(container_id)
     found: list[Node] = []
     for root in roots:
         container, real = _find_known(container_id, root)
@@ -191,7 +191,7 @@ def _task(name: str) -> tuple[str, str] | None:
     """Return namespace and ID of containerd's task, or None. Raises GpusnapError for several."""
     wanted, slash, rest = name.partition("/")
     try:
-        namespaces = [wanted] if slash else sorted(os.listdir(_CONTAINERD_ROOT))
+        namespaces = [wanted] if slash else sorted(os.listdir(CONTAINERD_ROOT))
     except OSError:
         return None
     container_id = rest if slash else name
@@ -201,7 +201,7 @@ def _task(name: str) -> tuple[str, str] | None:
         each
         for each in namespaces
         if any(
-            _is_file(os.path.join(_CONTAINERD_ROOT, each, container_id, file)) for file in locate.STATE_FILES
+            _is_file(os.path.join(CONTAINERD_ROOT, each, container_id, file)) for file in locate.STATE_FILES
         )
     ]
     if len(found) > 1:
@@ -214,7 +214,7 @@ def _task(name: str) -> tuple[str, str] | None:
 
 def tasks() -> Iterator[tuple[str, str, int]]:
     """Yield namespace, ID and PID of the first process of containerd's running tasks."""
-    for state in sorted(glob.glob(f"{_CONTAINERD_ROOT}/*/*/")):
+    for state in sorted(glob.glob(f"{CONTAINERD_ROOT}/*/*/")):
         namespace, container_id = state.rstrip("/").split("/")[-2:]
         for file, field in (("status", "pid"), ("state.json", "init_process_pid")):
             with suppress(OSError, ValueError, KeyError, TypeError), open(state + file, "rb") as opened:

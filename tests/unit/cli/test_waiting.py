@@ -13,6 +13,7 @@ from fakes import Family
 
 from gpusnap.cli.recover_list import Kind, Names, PendingOperation, documents, line, list_waiting
 from gpusnap.engines import podman
+from gpusnap.operations.suspending.left_paused import PausedContainer
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
@@ -60,6 +61,14 @@ def test_an_end_that_podman_has_not_noticed() -> None:
     said = "it has ended, and Podman was killed before it cleaned up"
     assert line(found, Names({"c": "w"})) == f"w (c)  {said}"
     assert json.loads(json.dumps(documents([found], Names())))[0]["kind"] == "ended"
+
+
+def test_a_pods_container_that_is_paused() -> None:
+    """The line has the command that resumes it."""
+    (found,) = list_waiting((), (), paused=[PausedContainer("c", (7,))])
+    assert line(found, Names()).endswith("unless one is in progress: ctr --namespace k8s.io tasks resume c")
+    (document,) = documents([found], Names())
+    assert (document["kind"], document["processes"]) == ("paused", (7,))
 
 
 def test_what_the_documentation_says() -> None:

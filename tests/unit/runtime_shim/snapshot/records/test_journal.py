@@ -142,7 +142,8 @@ def test_what_processes_need(folder: Path) -> None:
     assert journal.read_needs("c0ffee") == {(found.pid, found.start): [("GPU-1", 5 << 30), ("GPU-2", 0)]}
     journal.remove("c0ffee")
     assert journal.read_needs("c0ffee") == {}
-    for other in ([], {"processes": [[1]]}, {"processes": [[1, 2, [["GPU-1"]]]]}, {"processes": 5}):
+    others: list[object] = [[], {"processes": [[1]]}, {"processes": [[1, 2, [["GPU-1"]]]]}, {"processes": 5}]
+    for other in others:
         state_files.write(str(folder / "c0ffee.needs"), json.dumps(other).encode())
         assert journal.read_needs("c0ffee") == {}
 
