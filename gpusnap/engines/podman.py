@@ -26,6 +26,7 @@ from gpusnap.engines.podman_command import (
     start,
 )
 from gpusnap.engines.podman_options import Option
+from gpusnap.oci.base import files
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.base.deadlines import wait_for_end
@@ -47,6 +48,7 @@ _PAUSING = 60.0
 _REMOVAL = 120.0
 # The container has ended, and Podman has not cleaned up: whoever waits for its end does that, unless killed.
 _NOT_CLEANED_UP = "stopped"
+_ENDED = ("exited", _NOT_CLEANED_UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,20 @@ class Container:
     def is_not_cleaned_up(self) -> bool:
         """Return whether it has ended, and Podman has not cleaned up."""
         return self.status == _NOT_CLEANED_UP
+
+    def has_checkpoint(self) -> bool:
+        """Return whether it has ended, and Podman has a complete checkpoint of it.
+
+        Podman has recorded none if it was killed, too, and forgets it when the host is restarted (libpod,
+        resetContainerState). CRIU writes the inventory last (criu, cr-dump.c).
+        """
+        if self.status not in _ENDED:
+            return False
+        if self.checkpointed:
+            return True
+        with suppress(OSError):
+            return files.exists(os.path.join(self.checkpoint_path, "inventory.img"))
+        return False
 
 
 class Inspection:
@@ -528,6 +544,13 @@ def make_not_running_error(found: Container) -> ContainerError:
         return ContainerError(
             f"the container {found.name} is not running: a checkpoint stopped it",
             hint=f"{to_restore(found)} restores it; podman start would lose its memory",
+            code="GPS-201",
+        )
+    if found.has_checkpoint():
+        return ContainerError(
+            f"the container {found.name} is not running: it is {found.status}, and Podman has a checkpoint "
+            "of it",
+            hint=f"{to_restore(found)} continues it from that; podman start starts it from the beginning",
             code="GPS-201",
         )
     return ContainerError(

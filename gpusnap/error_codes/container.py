@@ -10,9 +10,9 @@ CODES = (
         "not-running",
         "Only a running container can be checkpointed. This one was never started, has exited, or was "
         "stopped by a checkpoint.",
-        "Start it: `podman start NAME`, `ctr task start`. If a checkpoint stopped it, restore it with "
-        "`podman container restore NAME`; `podman start` would start it from the beginning, without its "
-        "memory.",
+        "Start it: `podman start NAME`, `ctr task start`. If a checkpoint stopped it, continue it with "
+        "`gpusnap restore NAME` or `podman container restore NAME`; `podman start` would start it from the "
+        "beginning, without its memory.",
     ),
     ErrorCode(
         "GPS-202",

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpusnap.base.user_errors import NotFound
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError, printable
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError, printable, reason
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.runtime.find import SYSTEM_LOG
 from gpusnap.runtime_shim.settings import Metrics
@@ -135,5 +135,5 @@ def _tell_journal(chosen: Metrics, event: Mapping[str, Any]) -> None:
         log.setblocking(False)
         try:
             log.sendto(_INFO + f"gpusnap[{os.getpid()}]: {line}".encode(), SYSTEM_LOG)
-        except OSError as error:  # it does not name the socket
-            raise OSError(error.errno, error.strerror, SYSTEM_LOG) from error
+        except OSError as error:
+            raise GpusnapError(f"{SYSTEM_LOG}: {reason(error)}") from error

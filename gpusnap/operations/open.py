@@ -23,7 +23,7 @@ from gpusnap.checkpoints.formats.names import CONFIG, PIECE
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import find_offline_copy
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import ArchiveError, EngineImage, RegistryError
+from gpusnap.oci.base.errors import ArchiveError, EngineImage, NotAnArchive, RegistryError
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.archive import is_layout
@@ -113,12 +113,15 @@ def get_manifest(checkpoint: Checkpoint) -> manifest.Manifest:
 def load_manifest(path: str) -> manifest.Manifest:
     """Return the manifest of an archive or a directory.
 
-    Raises NoManifest if an archive has none, ManifestError if it is broken or a directory has none.
+    Raises NoManifest if an archive has none, ManifestError if it is broken or a directory has none;
+    NotAnArchive.
     """
     if os.path.isdir(path):
         return manifest_file.read(_images(path))
     try:
         data = read_member(path, CONFIG, limit=manifest.LARGEST)
+    except NotAnArchive:
+        raise
     except ArchiveError as error:
         raise ManifestError(str(error)) from error
     if data is None:

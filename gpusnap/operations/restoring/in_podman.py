@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 UNNOTICED = "it has ended, and Podman was killed before it cleaned up"
 """What `list_unnoticed` finds, in words."""
-_STOPPED = ("exited", "stopped")
 # Seconds for Podman to list its containers. It may wait for a lock that another Podman has.
 _PATIENCE = 3.0
 # Seconds for Podman to describe all containers that may need memory in a store. A checkpoint or restore of
@@ -116,7 +115,7 @@ def list_restorable(store: Store) -> tuple[StoppedContainer, ...]:
     ids |= {each.container for each in handed_over}
     found: list[StoppedContainer] = []
     for there in _inspect_existing(ids - {""}):
-        if not has_checkpoint(there):
+        if not there.has_checkpoint():
             continue
         with suppress(GpusnapError, OciError):
             needed = _list_needed(there)
@@ -255,7 +254,7 @@ def list_unnoticed() -> tuple[podman.Container, ...]:
         for container_id in podman.list_not_cleaned_up(seconds=_PATIENCE):
             with suppress(GpusnapError):
                 there = podman.inspect_container(container_id)
-                ended = there.is_not_cleaned_up and there.id not in running and has_checkpoint(there)
+                ended = there.is_not_cleaned_up and there.id not in running and there.has_checkpoint()
                 if ended and podman.is_ours(there.runtime):
                     found.append(there)
     return tuple(found)
@@ -331,27 +330,13 @@ def _list_needed(found: podman.Container) -> Sequence[Descriptor]:
     return Layout(os.path.join(path, FOLDER)).list_missing(descriptors(record.tables))
 
 
-def has_checkpoint(found: podman.Container) -> bool:
-    """Return whether it has ended, and Podman has a complete checkpoint of it.
-
-    If Podman was killed, too, it has recorded none. CRIU writes the inventory last (criu, cr-dump.c).
-    """
-    if found.status not in _STOPPED:
-        return False
-    if found.checkpointed:
-        return True
-    with suppress(OSError):
-        return exists(os.path.join(found.checkpoint_path, "inventory.img"))
-    return False
-
-
 def _find_restorable(place: locator.InStore) -> podman.Container | None:
     """Return the container of that name, if this is the host's store and its checkpoint is complete."""
     if not locator.is_default(place.store.path):
         return None
     with suppress(GpusnapError, OciError):
         found = podman.inspect_container(place.wanted)
-        if found.name != place.wanted or not has_checkpoint(found):
+        if found.name != place.wanted or not found.has_checkpoint():
             return None
         if not _list_needed(found):
             return found

@@ -11,7 +11,6 @@ from contextlib import suppress
 from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.operations.restoring import in_podman
 from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 
 # Name of a container (libpod, define.NameRegex).
@@ -85,12 +84,10 @@ def _container(wanted: str) -> GpusnapError:
         )
     except GpusnapError:
         there = None
-    if there is not None and (
-        (there.checkpointed and there.status != "running")
-        or (there.is_not_cleaned_up and in_podman.has_checkpoint(there))
-    ):
+    if there is not None and there.has_checkpoint():
+        which = "which a checkpoint stopped" if there.checkpointed else "and a checkpoint of it"
         return GpusnapError(
-            f"Podman already has a container {wanted}, which a checkpoint stopped",
+            f"Podman already has a container {wanted}, {which}",
             hint=f"{podman.to_restore(there)} continues it from that checkpoint, and podman rm "
             f"{wanted} loses that checkpoint unless gpusnap ls shows it with a name; or give another name "
             "with --name",

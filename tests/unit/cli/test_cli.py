@@ -31,7 +31,15 @@ from gpusnap.cli import main as cli
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands import host as host_commands
 from gpusnap.engines import podman
-from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
+from gpusnap.oci.base.errors import (
+    ArchiveError,
+    BlobError,
+    DiskFull,
+    NotAnArchive,
+    NotInRegistry,
+    NotThere,
+    Unreachable,
+)
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import driver as needed
 from gpusnap.operations.checkpointing import places
@@ -112,7 +120,7 @@ def test_load_manifest_of_something_else(tmp_path: Path) -> None:
         load_manifest(str(tmp_path / "plain.tar"))
     assert "without a GPU" in caught.value.hint
     (tmp_path / "text").write_text("text" * 500, "ascii")
-    with pytest.raises(ManifestError, match="is not a checkpoint archive"):
+    with pytest.raises(NotAnArchive, match="is not a checkpoint archive"):
         load_manifest(str(tmp_path / "text"))
     with pytest.raises(ManifestError, match="is incomplete"):
         load_manifest(str(tmp_path))
@@ -131,6 +139,17 @@ def test_inspect(tmp_path: Path, gpusnap: Run) -> None:
     assert any(line.split()[:2] == ["42", "sleep"] for line in lines)
     assert any(line.startswith("dump") and "0.250" in line and "0.500" in line for line in lines)
     assert "timeline (0.75 s)" in out
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_a_file_that_is_no_archive(tmp_path: Path, gpusnap: Run, command: str) -> None:
+    """Nothing is damaged."""
+    (tmp_path / "text").write_text("text" * 500, "ascii")
+    code, _, err = gpusnap(command, str(tmp_path / "text"))
+    assert (code, err) == (
+        1,
+        f"gpusnap: {tmp_path}/text is not a checkpoint archive; check the path [GPS-605]\n",
+    )
 
 
 def test_inspect_of_chunks(tmp_path: Path, gpusnap: Run) -> None:

@@ -146,6 +146,16 @@ def test_one_that_a_checkpoint_ended(fake: FakePodman) -> None:
     assert "a checkpoint stopped it; podman container restore w restores it" in raised.value.sentence()
 
 
+def test_one_whose_host_was_restarted(fake: FakePodman) -> None:
+    """Podman forgets then that a checkpoint ended it; the images are still there."""
+    fake.has(status="exited")
+    (fake.folder / "checkpoint").mkdir()
+    (fake.folder / "checkpoint/inventory.img").touch()
+    with pytest.raises(ContainerError) as raised:
+        podman.check(podman.inspect_container("w"))
+    assert "Podman has a checkpoint of it; podman container restore w continues it" in raised.value.sentence()
+
+
 def test_in_the_place_of_another(fake: FakePodman, tmp_path: Path) -> None:
     """gpusnap-runtime may go by another runtime's name, or by a path."""
     (tmp_path / "gpusnap-runtime").touch()

@@ -113,6 +113,20 @@ def test_one_whose_podman_was_killed(fake: FakePodman) -> None:
     assert found.hint.startswith("podman container cleanup w && podman container restore w continues it")
 
 
+def test_one_whose_host_was_restarted(fake: FakePodman) -> None:
+    """Podman forgets then that a checkpoint has ended it: nobody is told only to remove it."""
+    fake.has(status="exited")
+    (fake.folder / "checkpoint").mkdir()
+    (fake.folder / "checkpoint/inventory.img").touch()
+    found = in_use.explain(GpusnapError('the container name "w" is already in use by 0bccc8f81a37'), "w")
+    assert found is not None
+    assert found.sentence() == (
+        "Podman already has a container w, and a checkpoint of it; podman container restore w continues it "
+        "from that checkpoint, and podman rm w loses that checkpoint unless gpusnap ls shows it with a name; "
+        "or give another name with --name [GPS-508]"
+    )
+
+
 @pytest.mark.parametrize("text", ["no such image", "address already in use", "the device is already in use"])
 def test_others_are_left_alone(fake: FakePodman, text: str) -> None:
     assert in_use.explain(GpusnapError(text), "w") is None
