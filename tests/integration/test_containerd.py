@@ -353,13 +353,7 @@ def test_killed_with_criu(server: Containerd, work: Work, tmp_path: Path) -> Non
     paused(server, work)
     group = containers.frozen_group(work.pid, "work")
     assert group is not None
-    with subprocess.Popen(checkpoint(tmp_path), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-        log = tmp_path / "dump.log"  # before that it was gpusnap that had thawed it
-        until(lambda: log.exists() and holds_criu(Path(group)), "a CRIU that has thawed the task")
-        for pid in pids_of("gpusnap-runtime", "runc", "criu"):
-            os.kill(pid, signal.SIGKILL)
-        for pid in pids_of("iptables-restor", "ip6tables-resto", "nft"):  # stopped when it was still CRIU
-            os.kill(pid, signal.SIGCONT)
+    assert any(kill_with_criu(tmp_path / f"{attempt}", Path(group)) for attempt in range(10))
     until(lambda: not criu_runs(), "the end of CRIU")
     good(run("/usr/local/bin/gpusnap", "recover"))
     assert work.status == "PAUSED"
@@ -372,13 +366,34 @@ def test_killed_with_criu(server: Containerd, work: Work, tmp_path: Path) -> Non
     nothing_left()
 
 
-def holds_criu(group: Path) -> bool:
-    """Stop CRIU; whether it has thawed the group by then. If not, it works on."""
+def kill_with_criu(folder: Path, group: Path) -> bool:
+    """Kill a checkpoint while CRIU holds thawed processes; False if that moment was missed."""
+    folder.mkdir()
+    log = folder / "dump.log"  # before CRIU's log begins, it is gpusnap that has thawed it
+    with subprocess.Popen(checkpoint(folder), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
+        until(lambda: shim.poll() is not None or holds_criu(log, group), "a CRIU that has thawed the task")
+        if shim.poll() is not None:
+            return False
+        for pid in pids_of("gpusnap-runtime", "runc", "criu"):
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids_of("iptables-restor", "ip6tables-resto", "nft"):  # stopped when it was still CRIU
+            os.kill(pid, signal.SIGCONT)
+    return True
+
+
+def holds_criu(log: Path, group: Path) -> bool:
+    """Stop CRIU; whether it has thawed the group by then. If not, it works on.
+
+    Nor may it have begun to dump a process: one in which it just runs code of its own ends with it.
+    """
+    if not log.exists():
+        return False
     found = pids_of("criu")
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
-    if pids_of("criu") and (group / "cgroup.freeze").read_text().strip() == "0":
+    thawed = bool(pids_of("criu")) and (group / "cgroup.freeze").read_text().strip() == "0"
+    if thawed and "Collecting mappings" not in log.read_text():
         return True
     for pid in found:
         with contextlib.suppress(ProcessLookupError):

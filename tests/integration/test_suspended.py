@@ -440,9 +440,9 @@ def test_a_resume_during_a_checkpoint(store: Store) -> None:
     suspended(container)
     container_id = container.inspect()["Id"]
     with overrides.order(container_id, pages="chunks", asleep=True):  # as a checkpoint does
-        assert "another gpusnap checkpoint or resume" in sentence(gpusnap("resume", "w"))
+        assert "another gpusnap checkpoint, suspend or resume" in sentence(gpusnap("resume", "w"))
     with overrides.keep_alone(container_id):  # as a resume does
-        assert "another gpusnap checkpoint or resume" in sentence(gpusnap("checkpoint", "w"))
+        assert "another gpusnap checkpoint, suspend or resume" in sentence(gpusnap("checkpoint", "w"))
     assert usage("w")["state"] == "suspended"
     resumed(container)
     nothing_left()
