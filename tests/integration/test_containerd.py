@@ -374,10 +374,13 @@ def kill_with_criu(folder: Path, group: Path) -> bool:
         until(lambda: shim.poll() is not None or holds_criu(log, group), "a CRIU that has thawed the task")
         if shim.poll() is not None:
             return False
-        for pid in pids_of("gpusnap-runtime", "runc", "criu"):
-            os.kill(pid, signal.SIGKILL)
-        for pid in pids_of("iptables-restor", "ip6tables-resto", "nft"):  # stopped when it was still CRIU
-            os.kill(pid, signal.SIGCONT)
+        for names, number in (
+            (("gpusnap-runtime", "runc", "criu"), signal.SIGKILL),
+            (("iptables-restor", "ip6tables-resto", "nft"), signal.SIGCONT),  # stopped when it was still CRIU
+        ):
+            for pid in pids_of(*names):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
     return True
 
 
