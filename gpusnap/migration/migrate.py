@@ -46,7 +46,7 @@ from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.base import stop_signals
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, Interrupted
-from gpusnap.runtime_shim.gpu import estimate_used, find_driver
+from gpusnap.runtime_shim.gpu import estimate_used, find_driver, sum_by_gpu
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
@@ -400,12 +400,10 @@ def _gpus(found: podman.Container, driver: Driver | None) -> list[GpuRecord]:
     """Return the GPUs that its processes use, with their bytes."""
     if driver is None or not found.init:
         return []
-    used: dict[str, int] = {}
     pids = [each.pid for each in containers.processes(found.init, found.id)]
     host = driver.host()
-    for sizes in estimate_used(driver.memory_used(pids), host).values():
-        for uuid, size in sizes.items():
-            used[uuid] = used.get(uuid, 0) + size
+    estimates = estimate_used(driver.memory_used(pids), host).values()
+    used = sum_by_gpu(sizes.items() for sizes in estimates)
     return [
         GpuRecord(
             g.uuid, g.minor, g.index, g.model, g.compute_capability, g.memory_total, used[g.uuid], g.pci

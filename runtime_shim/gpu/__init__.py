@@ -103,3 +103,12 @@ def estimate_used(
         pid: {uuid: whole.pop(uuid, 0) if size is None else size for uuid, size in own.items()}
         for pid, own in used.items()
     }
+
+
+def sum_by_gpu(used: Iterable[Iterable[tuple[str, int]]]) -> dict[str, int]:
+    """Return the bytes on each GPU, by UUID, of what several processes use there."""
+    found: dict[str, int] = {}
+    for each in used:
+        for uuid, size in each:
+            found[uuid] = found.get(uuid, 0) + size
+    return found

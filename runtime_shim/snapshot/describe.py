@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from gpusnap.oci.base.files import open_regular
 from gpusnap.runtime_shim.base.transaction import Step
+from gpusnap.runtime_shim.gpu import sum_by_gpu
 from gpusnap.runtime_shim.gpu.api.device_files import mapped_files
 from gpusnap.runtime_shim.gpu.api.driver import Host, Node
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import MappedFile, describe_mapped, is_driver_file
@@ -42,10 +43,7 @@ def describe(
 ) -> manifest.Manifest:
     """Make the manifest of a container that is still stopped. `regions`: by PID, in the processes' order."""
     records = sorted(records, key=lambda record: record.process.pid)
-    used: dict[str, int] = {}
-    for record in records:
-        for uuid, size in record.gpus:
-            used[uuid] = used.get(uuid, 0) + size
+    used = sum_by_gpu(record.gpus for record in records)
     for node in nodes:
         if node.gpu:
             used.setdefault(node.gpu, 0)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from support import GPUWORK, until
 
@@ -89,6 +89,14 @@ def connected(address: Path) -> Iterator[Cri]:
         yield cri
 
 
+class _Options(TypedDict, total=False):
+    """Options of a container: see `Pod.request`."""
+
+    gpus: str
+    attempt: int
+    volumes: Mapping[str, Path]
+
+
 @dataclass(frozen=True)
 class Pod:
     """A pod sandbox, and the folder of its containers' logs."""
@@ -115,15 +123,10 @@ class Pod:
         name: str,
         image: str,
         *command: str,
-        gpus: str = "all",
-        attempt: int = 0,
-        volumes: Mapping[str, Path] = MappingProxyType({}),
+        **options: Unpack[_Options],
     ) -> PodContainer:
-        """Create a container of an image, of a checkpoint in an image, or of one in an archive.
-
-        `volumes` are folders of this host by the path where it has them.
-        """
-        fields = self.request(name, image, *command, gpus=gpus, attempt=attempt, volumes=volumes)
+        """Create a container of an image, of a checkpoint in an image, or of one in an archive."""
+        fields = self.request(name, image, *command, **options)
         return self.made(fields, self.cri("CreateContainer", **fields).container_id)
 
     def request(
@@ -135,7 +138,10 @@ class Pod:
         attempt: int = 0,
         volumes: Mapping[str, Path] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Return the fields of the CreateContainer that `create` calls."""
+        """Return the fields of the CreateContainer that `create` calls.
+
+        `volumes` are folders of this host by the path where it has them.
+        """
         mounts: list[dict[str, Any]] = [
             {"container_path": "/gpuwork", "host_path": GPUWORK, "readonly": True},
             *({"container_path": path, "host_path": str(folder)} for path, folder in volumes.items()),

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gpuhost
 import pytest
 import waiting
 from conftest import SRC
-from holding import held
+from holding import Held, held
 from storehost import COMMAND, done, gpusnap
 from support import (
     DEADLINE,
@@ -253,19 +254,26 @@ def test_no_room_on_the_gpu(small_gpus: None) -> None:
     nothing_left()
 
 
+@contextmanager
+def dumping(container: Container, folder: Path) -> Iterator[tuple[Held, subprocess.Popen[str]]]:
+    """A checkpoint, into the directory `image` there, that waits before its dump until it is let go."""
+    line = [RUNTIME, "checkpoint", "--leave-running", "--image-path", str(folder / "image")]
+    line += ["--work-path", str(folder), container.id]
+    with (
+        held(folder, "crun", "checkpoint", "") as runtime,
+        subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as shim,
+    ):
+        until(runtime.met, "the dump")
+        yield runtime, shim
+
+
 @pytest.mark.parametrize("for_good", [False, True], ids=["for a moment", "for good"])
 def test_somebody_takes_the_memory_during_a_checkpoint(
     small_gpus: None, tmp_path: Path, for_good: bool
 ) -> None:
     """The driver is not asked to restore what has no room, which could end it: gpusnap waits, or says so."""
     container = Container.start("w", "--mib", "32", gpus=("0",))
-    line, image = [RUNTIME, "checkpoint", "--leave-running"], tmp_path / "image"
-    line += ["--image-path", str(image), "--work-path", str(tmp_path), container.id]
-    with (
-        held(tmp_path, "crun", "checkpoint", "") as runtime,
-        subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as shim,
-    ):
-        until(runtime.met, "the dump")
+    with dumping(container, tmp_path) as (runtime, shim):
         other = Container.start("other", "--mib", "32", gpus=("0",))
         runtime.let_go()
         until(lambda: is_waiting_for_room(tmp_path, shim), "the end of the dump")
@@ -278,7 +286,7 @@ def test_somebody_takes_the_memory_during_a_checkpoint(
         return
     assert shim.returncode != 0
     assert "GPU 0 has not enough free memory for the container to continue (1" in said
-    assert f"the checkpoint in {image} is complete" in said
+    assert f"the checkpoint in {tmp_path / 'image'} is complete" in said
     other.goes_on()
     other.remove()
     assert f"{container.name}" in good(gpusnap("recover", container.id))
@@ -290,13 +298,7 @@ def test_a_resume_during_a_checkpoint(small_gpus: None, tmp_path: Path) -> None:
     other = Container.start("other", "--mib", "32", gpus=("0",))
     suspended(other)
     container = Container.start("w", "--mib", "32", gpus=("0",))
-    line, image = [RUNTIME, "checkpoint", "--leave-running"], tmp_path / "image"
-    line += ["--image-path", str(image), "--work-path", str(tmp_path), container.id]
-    with (
-        held(tmp_path, "crun", "checkpoint", "") as runtime,
-        subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as shim,
-    ):
-        until(runtime.met, "the dump")
+    with dumping(container, tmp_path) as (runtime, shim):
         said = sentence(gpusnap("resume", "other"))
         runtime.let_go()
         failed = shim.communicate(timeout=60)[1]

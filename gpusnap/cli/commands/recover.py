@@ -187,8 +187,8 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     suspended, but Podman lists it as running, or a thread of it would receive no signal; `ended`: it has
     ended, but Podman was killed before it cleaned up; `stopped`: a killed `gpusnap checkpoint --to
     oci:DIR` stopped it, and Podman can restore it (why has the command); `paused`: containerd has paused a
-    pod's container (why has the command). Later versions may add kinds. What
-    else is left in stores and archives is not in the list.
+    pod's container (why has the command). Later versions may add kinds. What else is left in stores and
+    archives is not in the list.
     """
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")
@@ -218,12 +218,8 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
         stores = _list_stores()
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
-        ids += (
-            [each.id for each in unnoticed]
-            + [each.container for each in paused]
-            + moves.ids()
-            + _list_handed_over(stores)
-        )
+        ids += [each.id for each in unnoticed] + moves.ids() + _list_handed_over(stores)
+        ids += [each.container for each in paused]
         container = wanted = unknown_containers.choose_id(container, ids)
         moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)

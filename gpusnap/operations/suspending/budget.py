@@ -35,7 +35,7 @@ def claim_room(settings: Settings, need: int, *, leaving: str = "") -> Iterator[
             chosen = _choose_next(settings, need, room.reserved, {leaving, *spilled})
             if chosen is None:
                 room.record({SUSPENDED: need, AHEAD: need})
-                yield partial(room.shrink, {SUSPENDED: need})
+                yield partial(room.change, {SUSPENDED: need})
                 return
         # Without the lock, because this takes long. Most suspends need no room made.
         from gpusnap.runtime_shim.snapshot.suspended_containers.spill import spill

@@ -251,8 +251,11 @@ def resume(
             for pid, error in (*lacking.items(), *crowded.items(), *outcome.errors.items())
             if not proc.is_dying(pid)
         }
-        refused = {pid: error for pid, error in errors.items() if pid in outcome.errors}
-        lost |= {pid: error for pid, error in refused.items() if isinstance(error, GpuOutOfMemory)}
+        lost |= {
+            pid: error
+            for pid, error in errors.items()
+            if pid in outcome.errors and isinstance(error, GpuOutOfMemory)
+        }
         waiting = [pid for pid in errors if pid not in lost]
         failure = _catch_error(Outcome(outcome.results, lost | errors).raise_first)
         if not lacking and all(isinstance(errors[pid], ImageError) for pid in waiting):

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import chain
 
 from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, make_unforeseen
 from gpusnap.runtime_shim.base.log import say
 from gpusnap.runtime_shim.base.transaction import Transaction, name_recover
-from gpusnap.runtime_shim.gpu import holders
+from gpusnap.runtime_shim.gpu import holders, sum_by_gpu
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
@@ -24,14 +23,7 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_watch, inherited_handles, paused_container
 from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import (
-    Needs,
-    Record,
-    find_users,
-    record,
-    resume,
-    suspend,
-)
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, find_users, record, resume, suspend
 from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -342,7 +334,7 @@ def _suspend_these(job: CheckpointJob, fresh: Sequence[proc.Process]) -> None:
             space.check_memory(used, job.container.pid)
         _take_off(job, records, all_bytes, filling)
         if filling is not None and job.on_disk:
-            filling.keep(needs for pid, needs in _list_needs(job).items() if pid in records)
+            filling.end(sum_by_gpu(needs for pid, needs in _list_needs(job).items() if pid in records))
             job.claims.push(room.pop_all())
 
 
@@ -364,14 +356,11 @@ class _Filling:
             filled = sum(max(0, proc.memory(pid) - before) for pid, before in self._before.items())
             if filled - self._told >= STEP:
                 self._told = filled
-                self._claimed.shrink({RAM: max(0, self._need - filled)})
+                self._claimed.change({RAM: max(0, self._need - filled)})
 
-    def keep(self, needs: Iterable[Needs]) -> None:
-        """Claim the GPU memory, as (UUID, bytes) of each process, instead: the driver has just freed it."""
-        wanted: dict[str, int] = {}
-        for uuid, size in chain.from_iterable(needs):
-            wanted[uuid] = wanted.get(uuid, 0) + size
-        self._claimed.shrink(wanted)
+    def end(self, freed: Mapping[str, int]) -> None:
+        """Claim the GPU memory that the driver has just freed instead, bytes by UUID."""
+        self._claimed.change(freed)
 
 
 def _take_off(

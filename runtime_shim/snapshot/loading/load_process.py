@@ -245,7 +245,7 @@ def load(record: Manifest, path: str, settings: Memory) -> str:
 
 
 def _shrink(room: GpuClaim, size: int, loaded: int) -> None:
-    room.shrink({RAM: size - loaded})
+    room.change({RAM: size - loaded})
 
 
 def choose_contents(

@@ -1,4 +1,4 @@
-"""Memory claimed by running operations: GPU memory for restores, RAM for suspends and checkpoints.
+"""Memory claimed by running operations: GPU memory for restores and checkpoints, RAM for these and suspends.
 
 NVML shows the current use, but a restore fills its GPUs minutes after it has chosen them, and a checkpoint
 may need the memory again that it has freed. So each restore records what it will use, each checkpoint what it
@@ -13,7 +13,7 @@ because the kernel would kill a process if there is too little:
     with claim() as room:
         …                     read the inventory, plan with room.reserved
         room.record({uuid: n})  from here on others may plan
-        room.shrink({uuid: m})  all but m bytes of it are used: those are no longer free
+        room.change({uuid: m})  all but m bytes of it are used: those are no longer free
         …                     restore
 
 A file counts while the process that wrote it lives, so a killed restore needs no cleanup. Files are written
@@ -47,7 +47,7 @@ AHEAD = "RAM ahead"
 PATIENCE = 10.0
 """Seconds to wait for others that choose GPUs; choosing takes less than one."""
 STEP = 64 << 20
-"""Bytes that are filled between two calls of `shrink`."""
+"""Bytes that are filled between two calls of `change`."""
 _LOCK = "lock"
 # 256 GPUs make about 16 KiB.
 _MAX_BYTES = 64 << 10
@@ -90,14 +90,14 @@ class GpuClaim:
             raise _make_unusable_error(self._path, error) from error
         self._lock.close()
 
-    def shrink(self, left: Mapping[str, int]) -> None:
-        """Reduce the claim to the memory that is still to be allocated: the rest is used, and no longer free.
+    def change(self, wanted: Mapping[str, int]) -> None:
+        """Claim this instead: what is still to be allocated, as the rest is used, or what was just freed.
 
         Without the lock: other processes read the claims before they check what is free. If it cannot be
-        written, the earlier claim remains, which counts the rest twice.
+        written, the earlier claim remains, which counts twice what is used by now.
         """
         with contextlib.suppress(OSError, GpusnapError):
-            self._write(left)
+            self._write(wanted)
 
     def _write(self, wanted: Mapping[str, int]) -> None:
         pid, start = state_files.owner()
@@ -145,7 +145,7 @@ def claim(folder: str | None = None, *, patience: float = PATIENCE) -> Iterator[
 
 
 def read_reserved(folder: str | None = None) -> Mapping[str, int]:
-    """Return the bytes that restores have claimed, by GPU UUID; without the lock, and without changes.
+    """Return the bytes that others have claimed, by GPU UUID; without the lock, and without changes.
 
     Empty if there is no such directory. Raises GpusnapError if it cannot be read.
     """
@@ -164,7 +164,7 @@ def read_reserved(folder: str | None = None) -> Mapping[str, int]:
 
 
 def sweep(folder: str | None = None) -> None:
-    """Remove the claims of killed restores, which no longer count. What cannot be removed stays."""
+    """Remove the claims of killed processes, which no longer count. What cannot be removed stays."""
     folder = folder or FOLDER
     if not os.path.isdir(folder):
         return
@@ -193,7 +193,7 @@ def _make_folder(folder: str) -> None:
 
 
 def _read_others(folder: str, *, tidy: bool) -> dict[str, int]:
-    """Return the bytes that living restores claim, by UUID; `tidy` removes the files of the others."""
+    """Return the bytes that living processes claim, by UUID; `tidy` removes the files of the others."""
     found: dict[str, int] = {}
     for name in sorted(os.listdir(folder)):
         if name == _LOCK:

@@ -62,7 +62,7 @@ def begin(found: Suspension, settings: Memory, *, beside: int) -> MemoryLoad | N
         if settings.ceiling:
             return None  # memory.ceiling limits the RAM that is used at once; the resume keeps to it
         room.record({RAM: sum(spilled.values())})
-        return MemoryLoad(entry, settings, claimed.pop_all(), lambda left: room.shrink({RAM: left}))
+        return MemoryLoad(entry, settings, claimed.pop_all(), lambda left: room.change({RAM: left}))
 
 
 class MemoryLoad:

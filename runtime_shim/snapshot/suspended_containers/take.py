@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.base.transaction import Transaction, hold_signals
+from gpusnap.runtime_shim.gpu import sum_by_gpu
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
@@ -89,10 +90,8 @@ def _check(job: CheckpointJob) -> None:
 def _describe(job: CheckpointJob, begun: Suspension) -> Suspension:
     """Return the record with what a resume needs to know of its GPUs and processes."""
     assert job.host is not None
-    used: dict[str, int] = {node.gpu: 0 for node in job.nodes if node.gpu}
-    for record in job.records.values():
-        for uuid, size in record.gpus:
-            used[uuid] = used.get(uuid, 0) + size
+    used = {node.gpu: 0 for node in job.nodes if node.gpu}
+    used |= sum_by_gpu(record.gpus for record in job.records.values())
     return replace(
         begun,
         stage=Stage.SUSPENDED,

@@ -225,7 +225,7 @@ def test_ram_that_is_claimed_again(
         job.record({reservations.RAM: 10 * MIB})
         make_room(0, 20 * MIB, "spill")
         taken = 6 * MIB
-        job.shrink({reservations.RAM: 4 * MIB})
+        job.change({reservations.RAM: 4 * MIB})
         make_room(0, 20 * MIB, "spill")
         assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
         make_room(0, 21 * MIB, "spill")

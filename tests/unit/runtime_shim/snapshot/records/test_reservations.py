@@ -305,10 +305,10 @@ def test_what_is_left_of_a_claim(folder: str, monkeypatch: pytest.MonkeyPatch) -
         ours.record({A: 5, reservations.RAM: 9})
         with claim(folder) as others:
             assert others.reserved == {A: 5, reservations.RAM: 9}
-            ours.shrink({A: 5, reservations.RAM: 2})
+            ours.change({A: 5, reservations.RAM: 2})
         assert read_reserved(folder) == {A: 5, reservations.RAM: 2}
         monkeypatch.setattr(os, "replace", refusing("replace", errno.ENOSPC))
-        ours.shrink({reservations.RAM: 1})
+        ours.change({reservations.RAM: 1})
         monkeypatch.undo()
         assert read_reserved(folder) == {A: 5, reservations.RAM: 2}
         assert len(os.listdir(folder)) == 1
