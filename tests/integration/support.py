@@ -83,7 +83,7 @@ def run(
     *argv: str | os.PathLike[str], env: dict[str, str] | None = None, seconds: float = 2 * DEADLINE
 ) -> Done:
     """Run a command to its end, whatever its exit code. Raises TookTooLong after so many seconds."""
-    with subprocess.Popen(
+    with waiting.Process(
         argv,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -112,7 +112,7 @@ def kill_at(
     begins, said, end = f"gpusnap: step {step}\n".encode(), b"", time.monotonic() + 4 * DEADLINE
     with (
         open(reader, "rb", buffering=0) as pipe,
-        subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=stdout, stderr=writer) as shim,
+        waiting.Process(line, stdin=subprocess.DEVNULL, stdout=stdout, stderr=writer) as shim,
     ):
         os.close(writer)
         try:

@@ -393,15 +393,18 @@ def test_podman_is_killed_twice(store: Store) -> None:
         words = {"cleanup", container.id}
         return [pid for pid in proc.pids() if proc.comm(pid) == "podman" and words <= {*proc.command(pid)}]
 
-    with subprocess.Popen(
+    with waiting.Process(
         ["podman", "container", "checkpoint", "w"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         # With a stopped process in it, the kernel may send SIGHUP to this whole process group (setpgid(2)).
         start_new_session=True,
     ) as child:
-        # Not CRIU, which Podman asks for its version first.
-        until(lambda: "gpusnap-runtime" in map(proc.comm, started(child.pid)), "the runtime")
+
+        def checkpoints(pid: int) -> bool:  # Podman asks its runtime for its version and for the state first
+            return proc.comm(pid) == "gpusnap-runtime" and "checkpoint" in proc.command(pid)
+
+        until(lambda: any(map(checkpoints, started(child.pid))), "the runtime")
         child.send_signal(signal.SIGSTOP)  # it has the container's lock, for which the clean-up waits
         until(list_cleanups, "the clean-up")
         for pid in list_cleanups():

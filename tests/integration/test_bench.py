@@ -181,7 +181,7 @@ def test_a_row_that_fails(tidied: Path, tmp_path: Path) -> None:
 def test_interrupted(tidied: Path, row: str) -> None:
     """While the workload starts, and in a checkpoint: it ends with a word, and nothing is left."""
     line = [sys.executable, str(BENCH), "--sizes", "0.3", "--only", row, "--folder", str(tidied)]
-    with subprocess.Popen(
+    with waiting.Process(
         line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as process:
         try:

@@ -265,7 +265,7 @@ def held(real: str, tmp_path: Path) -> Iterator[Held]:
     container.remove()
     line = ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--import", str(archive)]
     null = subprocess.DEVNULL
-    with subprocess.Popen(line, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True) as engine:
+    with waiting.Process(line, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True) as engine:
         try:
             until(lambda: met.exists() or engine.poll() is not None, "CRIU's first script")
             # CRIU has asked gpusnap at pre-restore by now, and gpusnap answers no more.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import shimhost
+import waiting
 from containerdhost import Containerd, Work, containerd, recorded, restored_from, spare_old_groups
 from registryhost import Registry, running
 from support import GPUS_CONF, RUNTIME, faults, good, kill_at, run, until
@@ -370,7 +371,7 @@ def kill_with_criu(folder: Path, group: Path) -> bool:
     """Kill a checkpoint while CRIU holds thawed processes; False if that moment was missed."""
     folder.mkdir()
     log = folder / "dump.log"  # before CRIU's log begins, it is gpusnap that has thawed it
-    with subprocess.Popen(checkpoint(folder), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
+    with waiting.Process(checkpoint(folder), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
         until(lambda: shim.poll() is not None or holds_criu(log, group), "a CRIU that has thawed the task")
         if shim.poll() is not None:
             return False

@@ -11,6 +11,7 @@ from pathlib import Path
 import gpuhost
 import pytest
 import shimhost
+import waiting
 from conftest import SRC
 from support import (
     DEADLINE,
@@ -83,7 +84,7 @@ def test_stopped_in_a_dump(real: str, settings: shimhost.Writer, archive: Path, 
         "w",
     ]
     null = subprocess.DEVNULL
-    with subprocess.Popen(line, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True) as engine:
+    with waiting.Process(line, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True) as engine:
         try:
             until(lambda: met.exists() or engine.poll() is not None, "the end of CRIU's dump")
             stopped = [pid for pid in proc.pids() if proc.comm(pid) in ("criu", real)]
@@ -119,7 +120,7 @@ def test_the_network_after_criu_is_killed(
         return any("CRIU" in run(*words, program, "-S").out for program in ("iptables", "ip6tables"))
 
     line = ["podman", "--runtime", "gpusnap-runtime", "container", "checkpoint", "--leave-running", "w"]
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as engine:
+    with waiting.Process(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as engine:
         try:
             until(lambda: met.exists() or engine.poll() is not None, "the end of CRIU's dump")
             assert is_locked()

@@ -267,7 +267,7 @@ def test_a_signal_ends_a_restore_that_makes_no_progress(
     images = unpacked / "checkpoint"
     words = ["--image-path", str(images), "--work-path", str(tmp_path), "--bundle", str(bundle)]
     words += ["--detach"] * detach
-    with subprocess.Popen(
+    with waiting.Process(
         [RUNTIME, "restore", *words, "c0ffee"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -336,7 +336,7 @@ def test_a_signal_while_criu_restores(unpacked: Path, tmp_path: Path) -> None:
         script.write_text(WAITS.format(moment=moment, met=met))
         script.chmod(0o755)
         write_settings(f'runtime = "crun"\n[criu]\naction-script = "{script}"\n')
-        with subprocess.Popen(
+        with waiting.Process(
             ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--import", archive],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

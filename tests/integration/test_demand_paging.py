@@ -98,7 +98,7 @@ def far_away(write: shimhost.Writer, folder: Path, *words: str, workers: int = 1
 def restoring(checkpoint: Checkpoint) -> Iterator[subprocess.Popen[str]]:
     """Podman restores; it is not waited for."""
     words = ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--import"]
-    with subprocess.Popen(
+    with waiting.Process(
         [*words, checkpoint.archive],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -97,7 +97,7 @@ def restored(container: Container) -> None:
 @contextmanager
 def restoring() -> Iterator[subprocess.Popen[str]]:
     """Podman restores; it is not waited for."""
-    with subprocess.Popen(
+    with waiting.Process(
         ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "w"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -380,7 +380,7 @@ def test_the_podman_of_gpusnap_restore(crun: None, tmp_path: Path) -> None:
     good(podman("container", "checkpoint", "--export", archive, "w"))
     container.remove()
     faults("restore hang=1500 count=1")
-    with subprocess.Popen([COMMAND, "restore", archive], stderr=subprocess.PIPE, text=True) as command:
+    with waiting.Process([COMMAND, "restore", archive], stderr=subprocess.PIPE, text=True) as command:
         until(lambda: processes(WORK), "a restored process")
         kill(*(pid for pid in processes("podman") if proc.parent(pid) == command.pid))
         _, said = waiting.communicate(command, 60)

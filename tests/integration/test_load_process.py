@@ -54,7 +54,7 @@ def test_the_runtime_has_them(checkpoint: str) -> None:
 
 def test_the_command_is_killed(checkpoint: str) -> None:
     """When it has started Podman: that restores the container by itself, and nothing is left in RAM."""
-    with subprocess.Popen(
+    with waiting.Process(
         [COMMAND, "restore", checkpoint], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     ) as command:
 
@@ -85,7 +85,7 @@ def test_the_load_process_ends(store: Store, signal_: signal.Signals) -> None:
     container = Container.start("w", "--mib", "256")
     name = str(done("checkpoint", "w")["name"])
     container.remove()
-    with subprocess.Popen(
+    with waiting.Process(
         [COMMAND, "restore", name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     ) as command:
         os.kill(until(lambda: find_load_process(command.pid), "a load process"), signal_)

@@ -84,7 +84,7 @@ def front(crun: None, tmp_path: Path) -> Iterator[None]:
     config = tmp_path / "models.toml"
     config.write_text("\n".join(tables))
     words = [sys.executable, str(EXAMPLE / "front.py"), str(config), "--port", str(FRONT)]
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL) as process:
+    with waiting.Process(words, stdin=subprocess.DEVNULL) as process:
         try:
             until(lambda: answers(FRONT), "the front")
             yield

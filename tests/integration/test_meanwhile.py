@@ -34,7 +34,7 @@ def under_way(container: Container, archive: Path, *options: str) -> Iterator[su
     faults("checkpoint hang=600000")
     init = container.pid
     line = ["podman", "--runtime", "gpusnap-runtime", "container", "checkpoint", *options]
-    with subprocess.Popen(
+    with waiting.Process(
         [*line, "--export", archive, container.name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import waiting
 from otherhost import SSH, OtherHost, other_host
 from storehost import COMMAND, SETTINGS, STORE, empty_store, gpusnap
 from support import Container, Done, good, podman, run, sentence, until
@@ -370,7 +371,7 @@ def test_interrupted_once_it_has_ended(store: Store, other: OtherHost) -> None:
     container = Container.start("w", *WORK, gpus=["0"])
     first = os.pidfd_open(container.inspect()["State"]["Pid"])
     words = (COMMAND, "migrate", "w", TO, "--quiet", "--ssh", SSH)
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as child:
+    with waiting.Process(words, stderr=subprocess.PIPE, text=True) as child:
         assert select.select([first], [], [], 90)[0]
         child.send_signal(signal.SIGINT)
         said = child.communicate(timeout=90)[1]
@@ -396,7 +397,7 @@ def test_interrupted_while_it_is_frozen(one_runtime: Store, other: OtherHost, vo
 
     container_id = container.id
     words = (COMMAND, "migrate", "w", TO, "--precopy", "0", "--quiet", "--ssh", SSH)
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as child:
+    with waiting.Process(words, stderr=subprocess.PIPE, text=True) as child:
         until(is_left_stopped, "the dump")
         child.send_signal(signal.SIGINT)
         said = child.communicate(timeout=90)[1]

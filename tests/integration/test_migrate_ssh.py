@@ -107,7 +107,7 @@ def test_the_connection_is_cut(
     """While the memory comes, and once it was stopped: it runs here, and the next try brings it there."""
     container = Container.start("w", *WORK, gpus=["0"])
     other.breaks(f"{plan} pause")
-    with subprocess.Popen(
+    with waiting.Process(
         [COMMAND, *words(server, client=f"{CUTTING} {server.client()}")],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

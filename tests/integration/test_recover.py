@@ -103,7 +103,7 @@ def killed_after(line: Sequence[str], seconds: float, out: Path) -> bool:
     """Kill gpusnap after so long; whether it was still at work. `out` as for `announced`."""
     with (
         out.open("wb") as stdout,
-        subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.DEVNULL) as shim,
+        waiting.Process(line, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.DEVNULL) as shim,
     ):
         try:
             shim.wait(seconds)
@@ -227,7 +227,7 @@ def at_the_dump(container: Container, folder: Path, pages: str) -> Iterator[subp
     memory = f'[memory]\npages = "{pages}"\nchunk-size = "1M"\n[store]\npath = "{STORE}"\n'
     line = container.line(folder, "--leave-running", debug=True)
     with held(folder, "crun", "checkpoint", memory) as crun:
-        with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
+        with waiting.Process(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
             until(crun.met, "the dump")
             yield shim
             shim.kill()
@@ -422,7 +422,7 @@ def held_restore(folder: Path, real: str, pages: str, command: Sequence[str | Pa
     memory = f'[memory]\npages = "{pages}"\nchunk-size = "1M"\n'
     with (
         held(folder, real, "restore", memory, after=True) as runtime,
-        subprocess.Popen(
+        waiting.Process(
             ["podman", "--runtime", "gpusnap-runtime", "container", "restore", *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import waiting
 from holding import held
 from support import RUNTIME, Container, faults, good, run, until
 
@@ -15,7 +16,7 @@ def test_resume_after_a_kill(crun: None, tmp_path: Path) -> None:
     init, image = container.pid, tmp_path / "image"
     words = [RUNTIME, "checkpoint", "--image-path", str(image), "--work-path", str(tmp_path), container.id]
     with held(tmp_path, "crun", "checkpoint", '[memory]\npages = "criu"\n') as runtime:
-        with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
+        with waiting.Process(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
             until(runtime.met, "the dump")
             shim.kill()
         runtime.kill()

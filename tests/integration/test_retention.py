@@ -167,7 +167,7 @@ def test_preemption(store: Store, systemctl: Path, tmp_path: Path, way: str) -> 
     notice, other = tmp_path / "notice", f"oci:{STORE}"
     words = ["-f", str(notice)] if way == "file" else ["-s"]
     script = [str(EXAMPLES / "preemption/preempt.sh"), "-t", "120", "-o", f"{other}:w", *words, "w"]
-    with subprocess.Popen(script, stderr=subprocess.PIPE, text=True) as process:
+    with waiting.Process(script, stderr=subprocess.PIPE, text=True) as process:
         container.goes_on()
         assert process.poll() is None
         if way == "file":

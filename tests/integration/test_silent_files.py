@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+import waiting
 from storehost import COMMAND, PLAIN, empty_store, gpusnap
 from support import Container, good, podman, run, sentence, until
 from suspendhost import nothing_left, resumed, suspended, usage
@@ -32,7 +33,7 @@ def server(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     program = shutil.which("sleep")
     assert program is not None
     argv = [sys.executable, "-B", str(SERVER), str(place), program]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with waiting.Process(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         if running.stdout.readline() != "mounted\n":
             assert running.stderr is not None
@@ -115,7 +116,7 @@ def test_a_store_that_is_not_answered_for(crun: None, server: tuple[Path, subpro
         assert running.stdout is not None
         assert running.stdout.readline() == "silent\n"
         argv = [COMMAND, "suspend", "--spill", "--wait", "w"]
-        with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as spilling:
+        with waiting.Process(argv, stderr=subprocess.PIPE, text=True) as spilling:
             assert spilling.stderr is not None
             try:
                 until(lambda: waits_for_server(spilling.pid), "a thread that waits for the store")

@@ -111,7 +111,7 @@ def test_unpause_while_it_is_suspended(real: str) -> None:
     """Podman has it as paused; its runtime must not be about to thaw it when the suspend is done."""
     container = Container.start("w")
     faults("checkpoint hang=600000")
-    with subprocess.Popen([COMMAND, "suspend", "w"], stdin=subprocess.DEVNULL) as suspend:
+    with waiting.Process([COMMAND, "suspend", "w"], stdin=subprocess.DEVNULL) as suspend:
         until(lambda: container.inspect()["State"]["Status"] == "paused", "the pause")
         said = sentence(podman("unpause", "w"))
         faults("")
@@ -139,7 +139,7 @@ def test_the_end_in_the_middle(crun: None, way: str) -> None:
     if way == "resume":
         suspended(container)
     faults(f"{'checkpoint' if way == 'suspend' else 'restore'} hang=600000")
-    with subprocess.Popen([COMMAND, way, "w"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as command:
+    with waiting.Process([COMMAND, way, "w"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as command:
         assert command.stderr is not None
         stage = {"suspend": "suspending", "resume": "resuming"}[way]
         until(lambda: stages() == [stage] and paused(container), "the middle")
@@ -261,7 +261,7 @@ def dumping(container: Container, folder: Path) -> Iterator[tuple[Held, subproce
     line += ["--work-path", str(folder), container.id]
     with (
         held(folder, "crun", "checkpoint", "") as runtime,
-        subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as shim,
+        waiting.Process(line, stderr=subprocess.PIPE, text=True) as shim,
     ):
         until(runtime.met, "the dump")
         yield runtime, shim
@@ -453,7 +453,7 @@ def test_killed_while_the_driver_has_a_lock(crun: None, way: str) -> None:
     if way == "resume":
         suspended(container)
     faults(f"{'checkpoint' if way == 'suspend' else 'restore'} hang=600000 keeps-gpu count=1")
-    with subprocess.Popen([COMMAND, way, "w"], stdin=subprocess.DEVNULL) as command:
+    with waiting.Process([COMMAND, way, "w"], stdin=subprocess.DEVNULL) as command:
         until(lambda: keeps_gpu(init), "the driver's lock")
         command.kill()
     faults("")
@@ -484,7 +484,7 @@ def test_killed_at_any_moment(crun: None) -> None:
     for number in range(MOMENTS):
         command = "resume" if is_suspended(container) else "suspend"
         moment = random.uniform(0.2, 1.0) * seconds
-        with subprocess.Popen(
+        with waiting.Process(
             [COMMAND, command, "w"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

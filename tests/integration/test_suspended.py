@@ -13,6 +13,7 @@ from pathlib import Path
 import gpuhost
 import pytest
 import shimhost
+import waiting
 from conftest import SRC
 from holding import held
 from storehost import COMMAND, PLAIN, PLAIN_BUT_RUNTIME, STORE, done, empty_store, gpusnap
@@ -203,7 +204,7 @@ def kill_at_podman(container: Container, folder: Path) -> None:
     folder.mkdir()
     with (
         held(folder, "crun", "checkpoint", PLAIN_BUT_RUNTIME) as crun,
-        subprocess.Popen(
+        waiting.Process(
             [COMMAND, "checkpoint", container.name],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

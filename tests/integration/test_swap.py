@@ -188,7 +188,7 @@ def test_asked_to_stop_between_the_two(store: Store, number: signal.Signals) -> 
     line = [COMMAND, "swap", "second", "first"]
     for _ in range(5):  # the resume waits for a moment only, which may be over before the signal
         with (
-            subprocess.Popen(line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as swap,
+            waiting.Process(line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as swap,
             journal.hold(found.key),  # which the resume of the first waits for
         ):
             until(lambda: is_suspended(second), "the suspend of the second")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import waiting
 from storehost import COMMAND, PLAIN, done, empty_store, gpusnap
 from support import Container, good, podman, run, sentence, until
 
@@ -151,7 +152,7 @@ def test_killed_while_one_is_filled(without_cache: tuple[Container, dict[str, st
     wrapper.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     line = [COMMAND, "restore", "one"]
-    with subprocess.Popen(line, stderr=subprocess.DEVNULL, env=environment) as killed:
+    with waiting.Process(line, stderr=subprocess.DEVNULL, env=environment) as killed:
         until(met.exists, "the import of files into the volume")
         os.kill(killed.pid, signal.SIGKILL)
     os.kill(int(met.read_text()), signal.SIGKILL)

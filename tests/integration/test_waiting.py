@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_a_command_that_leaves_its_output_open(crun: None) -> None:
     assert ": sleep 100\n" in str(caught.value)
     assert "--- what it printed\nbegun\n" in str(caught.value)
     run("pkill", "-x", "sleep")
+
+
+def fail(command: waiting.Process) -> None:
+    with command:
+        command.send_signal(signal.SIGSTOP)
+        raise AssertionError("not so")
+
+
+def test_a_block_that_fails_ends_its_command() -> None:
+    """A command that is stopped, too."""
+    command = waiting.Process(["sleep", "100"])
+    with pytest.raises(AssertionError, match="not so"):
+        fail(command)
+    assert command.returncode == -signal.SIGKILL
+
+
+def test_a_command_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a block that succeeds."""
+    monkeypatch.setattr(waiting, "_ENDING", 0.1)
+    command = waiting.Process(["sleep", "100"])
+    with pytest.raises(TookTooLong, match=r"it had not ended within 0\.1 s: sleep 100"), command:
+        pass
+    assert command.returncode == -signal.SIGKILL
 
 
 def test_what_is_frozen(crun: None) -> None:

@@ -19,11 +19,30 @@ import shimhost
 
 # Seconds for a process to print its stacks, and for one that was killed to be gone.
 _PRINTING, _DYING = 5.0, 5.0
+# For a command to end after what a test does with it.
+_ENDING = 300.0
 _OURS = {str(path) for path in (shimhost.COMMAND, shimhost.ENTRY, shimhost.HOOK)}
 
 
 class TookTooLong(AssertionError):
     """A command had not ended in time; the message has what the machine was doing then."""
+
+
+class Process(subprocess.Popen[Any]):
+    """In a `with` block: it is killed where the block fails, and has a limit to end after it.
+
+    Popen would wait for ever for a command that is stopped, or that waits for the test.
+    """
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Raises TookTooLong."""
+        if kind is not None:
+            self.kill()
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        end(self, _ENDING)
 
 
 def end(process: subprocess.Popen[Any], seconds: float) -> int:
