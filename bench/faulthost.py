@@ -1,12 +1,14 @@
 """Shared code of programs that inject faults: the host, commands with a deadline, checks for leftovers.
 
-fuzz.py, kills.py, injected.py and soak.py run in the test host. Each ends with one line of JSON, the counts,
-and exit status 1 if anything was lost, left behind or hung.
+fuzz.py, kills.py, injected.py and soak.py run in the test host; kills.py and suspended_kills.py also on a
+machine with a GPU. Each ends with one line of JSON, the counts, and exit status 1 if anything was lost, left
+behind or hung.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import random
@@ -19,16 +21,17 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-for folder in (".", "tests/host", "tests/integration"):
+for folder in (".", "tests/host", "tests/integration", "tests/gpu"):
     sys.path.insert(0, str(CHECKOUT / folder))
 
 import gpuhost  # noqa: E402
+import realhost  # noqa: E402
 import shimhost  # noqa: E402
 from support import (  # noqa: E402
     GPUS_CONF,
@@ -37,6 +40,7 @@ from support import (  # noqa: E402
     STORAGE,
     Container,
     Done,
+    containers_left,
     good,
     podman,
     remove_left_groups,
@@ -75,6 +79,10 @@ _LARGEST_MESSAGE = 64 << 10  # bytes on stderr
 # What appears in /run/gpusnap and stays: locks, and an unnamed file that the next writer replaces.
 _STAYS = ("lock", ".new")
 _LEFT = ("/run/gpusnap", "/run/gpusnap-*", "/var/tmp/gpusnap-*", "/tmp/gpusnap-*", "/dev/shm/gpusnap*")
+# PyTorch, which checks its memory and computes the same at each tick, and runs programs meanwhile.
+_ON_HARDWARE = realhost.Workload.python("torch_train.py", "torch", 256, "--programs")
+_SUM = re.compile(rb" tick=(\d+) ok sum=(\S+) ")
+_KERNEL_THREAD = 0x200000  # of the flags in /proc/PID/stat (linux, include/linux/sched.h, PF_KTHREAD)
 # Helpers of Podman's that run on for good.
 _OTHERS = ("catatonit", "aardvark-dns")
 
@@ -212,6 +220,8 @@ def goes_on(identity: str, more: int = 3) -> None:
     found = ticks() if log.exists() else []
     if wrong := [line.decode(errors="replace") for line in found if b" BAD" in line]:
         raise Bad(f"wrong bytes: {wrong[0]}")
+    if _Hardware.machine:
+        _Hardware.compare(found)
     if len(found) <= more:
         raise Bad(f"the container does not go on: {len(found)} ticks in {SETTLING:g} s")
 
@@ -261,6 +271,8 @@ def _things() -> list[str]:
     found += [f"mount {line.split()[4]}" for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for pattern in _LEFT:
         for top in Path("/").glob(pattern[1:]):
+            if top.name.startswith(realhost.VIEW):  # of this machine's own file system
+                continue
             below = [top, *top.rglob("*")] if top.is_dir() else [top]
             found += [
                 f"file {path}" for path in below if not path.name.endswith(_STAYS) and not _is_kept(path)
@@ -295,9 +307,11 @@ def processes() -> dict[int, str]:
         if not each.name.isdigit() or int(each.name) == os.getpid():
             continue
         with suppress(OSError):
-            state = (each / "stat").read_text().rpartition(") ")[2][0]
+            fields = (each / "stat").read_text().rpartition(") ")[2].split()
+            if fields[0] == "Z" or int(fields[6]) & _KERNEL_THREAD:
+                continue
             name = program(int(each.name))
-            if state != "Z" and name and name not in _OTHERS:
+            if name and name not in _OTHERS:
                 found[int(each.name)] = name
     return found
 
@@ -383,15 +397,45 @@ def parser(description: str, rounds: int) -> argparse.ArgumentParser:
     return made
 
 
+class _Hardware:
+    """This machine's own GPU, where --gpu asks for it."""
+
+    machine: realhost.Machine | None = None
+    sums: ClassVar[dict[bytes, bytes]] = {}
+    """What the workload has computed at each tick: the same in each container, whatever happened to it."""
+
+    @classmethod
+    def take(cls) -> None:
+        """Install gpusnap until this program ends. Raises SystemExit, with the reason."""
+        reason = realhost.missing()
+        if not reason and [*containers_left()]:
+            reason = "this machine has containers, which would be removed"
+        if reason:
+            raise SystemExit(reason)
+        stack = ExitStack()
+        atexit.register(stack.close)
+        cls.machine = stack.enter_context(realhost.machine(0))
+
+    @classmethod
+    def compare(cls, ticks: Sequence[bytes]) -> None:
+        """Raises Bad if a tick computed something else than the same tick did before."""
+        for tick, computed in (match.groups() for line in ticks if (match := _SUM.search(line))):
+            if (before := cls.sums.setdefault(tick, computed)) != computed:
+                raise Bad(f"tick {tick.decode()} computed {computed!r}, and before that {before!r}")
+
+
 def prepare(program: str, given: argparse.Namespace) -> Report:
     """Install gpusnap and softgpu; return a report, and random numbers by the seed."""
+    random.seed(given.seed)
+    if vars(given).get("gpu"):
+        _Hardware.take()
+        return Report(program, given.seed, given.keep)
     if os.environ.get("GPUSNAP_TESTHOST") != "1":
         print(f"{program}: it changes this machine: run it in the test host, as --help says", file=sys.stderr)
         raise SystemExit(2)
     shimhost.install(CHECKOUT)
     gpuhost.install(str(CHECKOUT / "softgpu/build"), GPUS_CONF)
     shutil.copy(CHECKOUT / "softgpu/build/bin/gpuwork", GPUWORK)
-    random.seed(given.seed)
     good(podman("ps"))
     return Report(program, given.seed, given.keep)
 
@@ -406,6 +450,8 @@ def settings(runtime: str, *, pages: str = "chunks", chunk_size: str = "1M", mor
 
 def start(name: str, *words: str, options: Sequence[str] = ()) -> Container:
     """Start a container of the workload on GPU 0, which checks its GPU memory at each tick."""
+    if _Hardware.machine:
+        return realhost.Program.begin(name, _ON_HARDWARE, [*_Hardware.machine.options(), *options])
     return Container.start(name, "--mib", "6", *words, options=options, gpus=("0",))
 
 
@@ -416,4 +462,10 @@ def remove_all() -> None:
     for runtime in ("crun", "runc"):
         for name in run(runtime, "list", "-q").out.split():
             run(runtime, "delete", "--force", name)
-    remove_left_groups()
+    remove_groups()
+
+
+def remove_groups() -> None:
+    """Remove control groups that restores have left; not on a machine where others may have some."""
+    if not _Hardware.machine:
+        remove_left_groups()

@@ -4,6 +4,7 @@
         /opt/gpusnap/bin/python -B /src/bench/kills.py [--rounds 300] [--seed 1] [--runtimes crun,runc]
         [--ways checkpoint,checkpoint-rm,restore,push,pull,gc]
         [--victims gpusnap,gpusnap-runtime,runtime,criu,podman,gpusnap-guardian] [--signals INT,TERM,HUP]
+    python3 bench/kills.py --gpu --ways checkpoint,restore [...]    on a machine with a GPU and no containers
 
 A round kills some of the processes that a command has started, at a moment within its usual duration or soon
 after one of them has started. Then `gpusnap recover` must succeed, and the work must not be lost: the
@@ -54,6 +55,7 @@ from faulthost import (
     processes,
     program,
     remove_all,
+    remove_groups,
     run_limited,
     settings,
     start,
@@ -61,7 +63,7 @@ from faulthost import (
 )
 from host_state import describe
 from registryhost import running
-from support import Container, faults, good, podman, remove_left_groups
+from support import Container, faults, good, podman
 
 NAME = "killed"
 FOLDER = Path("/var/tmp/kills")
@@ -563,7 +565,7 @@ def ready(bench: Bench, ways: tuple[str, ...]) -> None:
 
 
 def parse_options(
-    doc: str, rounds: int, *, victims: tuple[str, ...], ways: tuple[str, ...] = ()
+    doc: str, rounds: int, *, victims: tuple[str, ...], ways: tuple[str, ...] = (), gpu: bool = False
 ) -> argparse.Namespace:
     """Return the options of a storm: `rounds`, `victims` and `ways` are those without options."""
 
@@ -576,6 +578,8 @@ def parse_options(
         given.add_argument("--ways", type=words, default=ways)
     given.add_argument("--victims", type=words, default=victims)
     given.add_argument("--signals", type=signals_of, default=())
+    if gpu:
+        given.add_argument("--gpu", action="store_true", help="PyTorch on this machine's own GPU")
     return given.parse_args()
 
 
@@ -590,10 +594,11 @@ def count_rounds(report: Report, options: argparse.Namespace, at: int) -> Iterat
 
 def main() -> int:
     """Run the rounds, under each runtime in turn."""
-    options = parse_options(__doc__ or "", 300, victims=VICTIMS, ways=WAYS)
+    options = parse_options(__doc__ or "", 300, victims=VICTIMS, ways=WAYS, gpu=True)
     report = prepare("kills", options)
     with ExitStack() as stack:
-        registry = stack.enter_context(running()).host
+        pushes = {"push", "pull"} & {*options.ways}
+        registry = stack.enter_context(running()).host if pushes else ""
         for at, runtime in enumerate(options.runtimes):
             settings(runtime)
             faults("")
@@ -612,7 +617,7 @@ def main() -> int:
 def one_round(bench: Bench, way: str, name: str) -> None:
     """Run one round; after a failure, start again with a clean host and a new container."""
     bench.report.counts[f"{way}s"] += 1
-    remove_left_groups()
+    remove_groups()
     try:
         said = ROUNDS[way](bench)
         bench.report.note(f"{name}: {said}")

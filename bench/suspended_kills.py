@@ -4,6 +4,7 @@
         /opt/gpusnap/bin/python -B /src/bench/suspended_kills.py [--rounds 200] [--seed 1]
         [--runtimes crun,runc] [--ways suspend,resume,spill,swap,checkpoint]
         [--victims gpusnap,gpusnap-runtime,runtime,podman] [--signals INT,TERM,HUP]
+    python3 bench/suspended_kills.py --gpu [...]                     on a machine with a GPU and no containers
 
 Like kills.py, also with --signals: a round kills some of the processes that a command has started, at a
 moment within its usual duration or soon after one of them has started. Then `gpusnap recover` must succeed.
@@ -197,7 +198,7 @@ def one_round(bench: Pair, way: str, name: str) -> None:
 
 def main() -> int:
     """Run the rounds, under each runtime in turn."""
-    options = parse_options(__doc__ or "", 200, victims=VICTIMS, ways=tuple(ROUNDS))
+    options = parse_options(__doc__ or "", 200, victims=VICTIMS, ways=tuple(ROUNDS), gpu=True)
     report = prepare("suspended_kills", options)
     for at, runtime in enumerate(options.runtimes):
         settings(runtime)

@@ -43,6 +43,7 @@ __all__ = [
 IMAGE = "localhost/gpusnap-this-machine"
 # What a CDI specification brings, as far as a program with kernels in PTX needs it.
 DRIVER = ("libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1")
+VIEW = "gpusnap-places-"  # what a temporary mount of a file system of this machine is called
 START = 180.0  # seconds for a framework's first ticks, from a disk that has never read it
 
 _STAMP = re.compile(r"tick=(\d+) ok .*?sum=(\S+) at=([\d.]+)")
@@ -223,7 +224,7 @@ def _places(paths: Sequence[str]) -> Iterator[None]:
     with ExitStack() as stack:
         for path in paths:
             for other in (other for other in paths if path != other and Path(path).is_relative_to(other)):
-                view = Path(tempfile.mkdtemp(prefix="gpusnap-places-"))
+                view = Path(tempfile.mkdtemp(prefix=VIEW))
                 stack.callback(view.rmdir)  # never by a walk: the machine's own files are in it
                 good(run("mount", "--bind", _mounted(other), view))
                 stack.callback(run, "umount", view)
