@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import shutil
@@ -69,7 +70,7 @@ WORK = ("/gpuwork", "--tick", "30", "--rest", "24", "--mib", "6")
 _CALL = "--call"
 _NAMESPACE = "k8s.io"
 _ROOT = Path("/run/containerd/runc") / _NAMESPACE
-_RESUME = re.compile(r"unless one is in progress: ctr (.+)")
+_RESUME = re.compile(r"unless one is in progress: (.+)")
 _IN_TIME = 60.0
 """Seconds for a call that nothing disturbs."""
 
@@ -86,6 +87,7 @@ class Pods(Engine):
 
     def one(self, way: str) -> str:
         bare = State.now()
+        self.strict = False  # of the last round
         self.make_pod()
         said = ROUNDS[way](self)
         self.finish(said)
@@ -168,8 +170,10 @@ class Pods(Engine):
             if status == "PAUSED":
                 resume = _RESUME.search(recovered)
                 assert resume, "gpusnap recover did not say how it is resumed"
-                self.server.ctr(*resume[1].split())
-                self.report.counts["left paused by containerd"] += 1
+                for line in resume[1].split(" && "):
+                    good(run_limited(line.split()))
+                runs = resume[1].startswith("gpusnap-runtime")
+                self.report.counts[f"{'recorded' if runs else 'left'} as paused by containerd"] += 1
             self.work.goes_on()
             if self.child is not None and self.work.status().state != RUNNING:
                 self.report.counts["unknown to a containerd that found it paused"] += 1
@@ -202,8 +206,9 @@ class Pods(Engine):
         what = f"{what}; exit code {done.code}: {done.err.strip()[-1500:]!r}; recover: {said!r}"
         what += f"; {self.see(done, archive, what, alone=alone)}"
         if self.shim_killed:
-            self.nothing_to_recover(what)
             until(lambda: self.status in ("", "STOPPED"), "the end of a container whose shim was killed")
+            if not [*_ROOT.glob("[!.]*")]:  # else containerd has forgotten it, running or paused
+                self.nothing_to_recover(what)
             return f"{what}; ended"
         what += f"; {self.goes_on(what, said)}"
         self.nothing_to_recover(what)
@@ -377,6 +382,7 @@ def at_work(report: Report, runtime: str, options: argparse.Namespace) -> Iterat
         FOLDER.mkdir(parents=True, exist_ok=True)
         config = configure(FOLDER, registry)
         server = stack.enter_context(serving(FOLDER / "engine", config))
+        os.environ["CONTAINERD_ADDRESS"] = str(server.address)  # for gpusnap recover
         # crun cannot restore a container under another name without its groups (docs/settings.md).
         lines = "" if runtime == "crun" else stack.enter_context(spare_old_groups(runtime))
         settings(runtime, more=lines)

@@ -140,7 +140,8 @@ def run_limited(
 
     Its output goes to files: a restored container may keep a pipe open.
     """
-    environment = {"PATH": os.environ["PATH"], "HOME": "/root", **(env or {})}
+    passed_on = {name: os.environ[name] for name in ("PATH", "CONTAINERD_ADDRESS") if name in os.environ}
+    environment = {**passed_on, "HOME": "/root", **(env or {})}
     folder = Path("/var/tmp/faults-output")
     folder.mkdir(exist_ok=True)
     with (folder / "out").open("wb+") as out, (folder / "err").open("wb+") as err:

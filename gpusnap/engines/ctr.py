@@ -31,6 +31,8 @@ _PAUSING = 10.0
 # Seconds for an answer, because containerd may unpack an image or pause a container for it, and without a
 # byte of a stream, because it may sync a large blob to disk; and for a killed ctr to end.
 _PATIENCE, _DYING = 900.0, 5.0
+_SHORT = 15.0
+"""Seconds for an answer that nothing depends on."""
 _PIECE = 1 << 20
 _HINT = "check that containerd is running, that CONTAINERD_ADDRESS names its socket, and that you may use it"
 
@@ -188,9 +190,20 @@ def go_on(namespace: str, container_id: str) -> None:
         _ask(namespace, "tasks", "resume", container_id)
 
 
+def list_paused(namespace: str) -> frozenset[str]:
+    """Return the IDs of the tasks that are paused by containerd's record. Raises GpusnapError."""
+    states = _list_states(namespace, patience=_SHORT)
+    return frozenset(container_id for container_id, state in states.items() if state == "PAUSED")
+
+
 def _find_state(namespace: str, container_id: str) -> str:
-    lines = (line.split() for line in _ask(namespace, "tasks", "ls").splitlines())
-    return next((words[-1] for words in lines if words[:1] == [container_id]), "")
+    return _list_states(namespace).get(container_id, "")
+
+
+def _list_states(namespace: str, *, patience: float | None = None) -> dict[str, str]:
+    """Return the state of each task by its ID."""
+    lines = (line.split() for line in _ask(namespace, "tasks", "ls", patience=patience).splitlines())
+    return {words[0]: words[-1] for words in lines if words}
 
 
 def _find_image(namespace: str, name: str) -> tuple[str, str] | None:
@@ -203,13 +216,13 @@ def _find_image(namespace: str, name: str) -> tuple[str, str] | None:
     return None
 
 
-def _ask(namespace: str, *words: str) -> str:
+def _ask(namespace: str, *words: str, patience: float | None = None) -> str:
     """Return the output of ctr."""
     with (
         _open_output() as out,
         _start(namespace, *words, out=out) as (child, err),
     ):
-        if _wait_for_end(child, f"{words[0]} {words[1]}"):
+        if _wait_for_end(child, f"{words[0]} {words[1]}", patience=patience):
             raise GpusnapError(
                 f"ctr {words[0]} {words[1]} failed: {_read_last_line(err)}", hint=_HINT, code="GPS-901"
             )
@@ -217,13 +230,14 @@ def _ask(namespace: str, *words: str) -> str:
         return out.read().decode(errors="replace")
 
 
-def _wait_for_end(child: subprocess.Popen[bytes], command: str) -> int:
+def _wait_for_end(child: subprocess.Popen[bytes], command: str, *, patience: float | None = None) -> int:
     """Return ctr's exit code. Raises GpusnapError if it does not end in time."""
+    patience = _PATIENCE if patience is None else patience
     try:
-        return child.wait(_PATIENCE)
+        return child.wait(patience)
     except subprocess.TimeoutExpired:
         raise GpusnapError(
-            f"ctr {command} did not finish within {_PATIENCE:g} s", hint=_HINT, code="GPS-901"
+            f"ctr {command} did not finish within {patience:g} s", hint=_HINT, code="GPS-901"
         ) from None
 
 

@@ -177,7 +177,8 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     lists as running or paused is never killed.
 
     A pod's container that containerd has paused is named, with the command that resumes it: containerd leaves
-    it paused if the caller of a checkpoint, such as kubelet, did not wait for its end.
+    it paused if the caller of a checkpoint, such as kubelet, did not wait for its end. So is one that runs,
+    but is paused by containerd's record.
 
     As JSON: a list with container, kind, at_work (the gpusnap that works on it still runs), processes (PIDs),
     image (the directory of a checkpoint or a restore), why (in words) and name for each container that is not
@@ -187,8 +188,8 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     suspended, but Podman lists it as running, or a thread of it would receive no signal; `ended`: it has
     ended, but Podman was killed before it cleaned up; `stopped`: a killed `gpusnap checkpoint --to
     oci:DIR` stopped it, and Podman can restore it (why has the command); `paused`: containerd has paused a
-    pod's container (why has the command). Later versions may add kinds. What else is left in stores and
-    archives is not in the list.
+    pod's container, or has it as paused (why has the command). Later versions may add kinds. What else is
+    left in stores and archives is not in the list.
     """
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")

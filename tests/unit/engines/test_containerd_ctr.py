@@ -147,7 +147,7 @@ def test_a_pause_under_way(monkeypatch: pytest.MonkeyPatch, states: list[str], r
     """After a signal during `ctr tasks pause`, the runtime may still be at it: it is waited for."""
     asked: list[tuple[str, ...]] = []
 
-    def ask(namespace: str, *words: str) -> str:
+    def ask(namespace: str, *words: str, patience: float | None = None) -> str:
         asked.append(words)
         return f"TASK PID STATUS\nother 1 PAUSED\nwork 42 {states.pop(0)}\n" if words[-1] == "ls" else ""
 
@@ -155,6 +155,20 @@ def test_a_pause_under_way(monkeypatch: pytest.MonkeyPatch, states: list[str], r
     ctr_module.go_on("default", "work")
     assert states == []
     assert (("tasks", "resume", "work") in asked) is resumed
+
+
+def test_list_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that containerd has as paused. Nothing depends on the answer, so it has less time."""
+    answers: list[float | None] = []
+
+    def ask(namespace: str, *words: str, patience: float | None = None) -> str:
+        assert (namespace, words) == ("k8s.io", ("tasks", "ls"))
+        answers.append(patience)
+        return "TASK PID STATUS\none 1 PAUSED\ntwo 2 RUNNING\nthree 3 PAUSING\n"
+
+    monkeypatch.setattr(ctr_module, "_ask", ask)
+    assert ctr_module.list_paused("k8s.io") == {"one"}
+    assert all(patience and patience < 60 for patience in answers)
 
 
 def test_an_import_that_fails(ctr: FakeCtr) -> None:
