@@ -71,6 +71,7 @@ _CALL = "--call"
 _NAMESPACE = "k8s.io"
 _ROOT = Path("/run/containerd/runc") / _NAMESPACE
 _RESUME = re.compile(r"unless one is in progress: (.+)")
+_STEPS = re.compile(r"tasks resume|pause|resume")
 _IN_TIME = 60.0
 """Seconds for a call that nothing disturbs."""
 
@@ -167,13 +168,12 @@ class Pods(Engine):
         """
         status = self.status
         try:
-            if status == "PAUSED":
-                resume = _RESUME.search(recovered)
-                assert resume, "gpusnap recover did not say how it is resumed"
+            resume = _RESUME.search(recovered)
+            assert resume or status != "PAUSED", "gpusnap recover did not say how it is resumed"
+            if resume:
                 for line in resume[1].split(" && "):
                     good(run_limited(line.split()))
-                runs = resume[1].startswith("gpusnap-runtime")
-                self.report.counts[f"{'recorded' if runs else 'left'} as paused by containerd"] += 1
+                self.report.counts[f"left by containerd: {' '.join(_STEPS.findall(resume[1]))}"] += 1
             self.work.goes_on()
             if self.child is not None and self.work.status().state != RUNNING:
                 self.report.counts["unknown to a containerd that found it paused"] += 1
@@ -181,7 +181,7 @@ class Pods(Engine):
                 self.start_again()
         except AssertionError as error:
             raise Bad(f"{what}: it was {status!r}: {error}") from error
-        return "ran on" if status == "RUNNING" else f"was {status}, and was resumed"
+        return f"was {status}, and was resumed" if resume else "ran on"
 
     def see(self, done: Done, archive: Path, what: str, *, alone: bool = True) -> str:
         """See what there is of an archive. Raises Bad; for a damaged one after a success with `alone`."""

@@ -108,7 +108,8 @@ class Engine(Bench):
     def run(self, way: str, line: Line, *, victims: tuple[str, ...] | None = None) -> tuple[Done, Killer]:
         """Run a command and kill some of its processes; wait until the others have ended."""
         self.strict = False
-        if random.random() < 0.7:  # most of the time the shim stays, else nothing is left to be right
+        # Most of the time the shim stays, else nothing is left to be right; with a signal it may stay anyway.
+        if self.signals or random.random() < 0.7:
             victims = tuple(name for name in victims or self.victims if name != "containerd-shim")
         done, killer = super().run(way, line, victims=victims or self.victims)
         if "containerd" in killer.killed:

@@ -190,10 +190,12 @@ def go_on(namespace: str, container_id: str) -> None:
         _ask(namespace, "tasks", "resume", container_id)
 
 
-def list_paused(namespace: str) -> frozenset[str]:
-    """Return the IDs of the tasks that are paused by containerd's record. Raises GpusnapError."""
-    states = _list_states(namespace, patience=_SHORT)
-    return frozenset(container_id for container_id, state in states.items() if state == "PAUSED")
+def list_states(namespace: str) -> dict[str, str]:
+    """Return the states of all tasks, such as RUNNING or PAUSED, by their IDs. Raises GpusnapError.
+
+    Nothing may depend on the answer: containerd has less time for it.
+    """
+    return _list_states(namespace, patience=_SHORT)
 
 
 def _find_state(namespace: str, container_id: str) -> str:
@@ -201,7 +203,6 @@ def _find_state(namespace: str, container_id: str) -> str:
 
 
 def _list_states(namespace: str, *, patience: float | None = None) -> dict[str, str]:
-    """Return the state of each task by its ID."""
     lines = (line.split() for line in _ask(namespace, "tasks", "ls", patience=patience).splitlines())
     return {words[0]: words[-1] for words in lines if words}
 

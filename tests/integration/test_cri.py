@@ -281,10 +281,10 @@ def done_again(command: Callable[[], Done]) -> str:
 
 
 @RUNC
-def test_a_resume_that_was_cut_off(
+def test_what_was_cut_off_in_containerd(
     server: Containerd, work: PodContainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runtime has resumed it, containerd has not noticed that, and runc resumes nothing that runs."""
+    """The runtime has resumed it, or paused it, and containerd has not noticed that."""
     monkeypatch.setenv("CONTAINERD_ADDRESS", str(server.address))
     server.ctr("--namespace", "k8s.io", "tasks", "pause", work.id)
     good(run("runc", "--root", "/run/containerd/runc/k8s.io", "resume", work.id))
@@ -300,6 +300,13 @@ def test_a_resume_that_was_cut_off(
     assert run("ctr", "--namespace", "k8s.io", "tasks", "resume", work.id, env=dict(os.environ)).code
     good(run("sh", "-c", commands, env=dict(os.environ)))
     assert server.tasks("k8s.io")[work.id][1] == "RUNNING"
+    work.goes_on()
+    assert (recover().out, recover().err) == ("", "nothing to recover\n")
+
+    good(run("runc", "--root", "/run/containerd/runc/k8s.io", "pause", work.id))
+    said = good(recover())
+    (commands,) = re.findall(rf"{work.id}  it is frozen, but containerd has it as runn.*progress: (.+)", said)
+    good(run("sh", "-c", commands, env=dict(os.environ)))
     work.goes_on()
     assert (recover().out, recover().err) == ("", "nothing to recover\n")
 

@@ -6,15 +6,16 @@ resume fails as well, and the container stays paused: CRI has no call that resum
 CheckpointContainer finds it paused and leaves it so. Only containerd knows whether a checkpoint is still in
 progress after gpusnap's part of it, so these are named and not resumed.
 
-The resume may also have been cut off after the runtime's part of it. Then the container runs, but containerd
-has it as paused: it refuses an exec, and with runc a resume, too ("container not paused"), until the runtime
-has paused the container again.
+A pause and a resume may also have been cut off after the runtime's part of it, and then containerd has the
+container as running although it is frozen, or as paused although it runs. ctr cannot resume the first. It
+refuses an exec in the second, and with runc a resume, too ("container not paused"), until the runtime has
+paused the container again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Set
+from collections.abc import Mapping
 from contextlib import suppress
 
 from gpusnap.engines import ctr
@@ -38,43 +39,46 @@ class PausedContainer:
     """Its ID."""
     processes: tuple[int, ...]
     """The PID of its init."""
-    runs: bool = False
-    """Whether it runs, and is paused only by containerd's record."""
+    frozen: bool = True
+    """Whether it is frozen; otherwise it is paused only by containerd's record."""
+    recorded: bool = True
+    """Whether it is paused by containerd's record, or containerd did not say."""
 
     @property
     def why(self) -> str:
         """What is known of it, and the commands that resume it."""
+        runtime = f"gpusnap-runtime --root {_ROOT}"
         resume = f"ctr --namespace {_NAMESPACE} tasks resume {self.container}"
-        if self.runs:
-            return (
-                "it runs, but containerd has it as paused: the caller of a checkpoint gave up; unless one "
-                f"is in progress: gpusnap-runtime --root {_ROOT} pause {self.container} && {resume}"
-            )
-        return (
-            "containerd has paused it, and leaves it so if the caller of a checkpoint gave up; unless one is "
-            f"in progress: {resume}"
-        )
+        if not self.recorded:
+            what = "it is frozen, but containerd has it as running: a checkpoint was cut off"
+            resume = f"{runtime} resume {self.container}"
+        elif not self.frozen:
+            what = "it runs, but containerd has it as paused: the caller of a checkpoint gave up"
+            resume = f"{runtime} pause {self.container} && {resume}"
+        else:
+            what = "containerd has paused it, and leaves it so if the caller of a checkpoint gave up"
+        return f"{what}; unless one is in progress: {resume}"
 
 
 def list_paused() -> tuple[PausedContainer, ...]:
     """Return the paused containers of pods, without those that cannot be looked at."""
     tasks = [(container, init) for namespace, container, init in targets.tasks() if namespace == _NAMESPACE]
-    frozen = {task: _is_frozen(*task) for task in tasks}
-    found = [PausedContainer(container, (init,)) for (container, init), is_so in frozen.items() if is_so]
-    running = [task for task, is_so in frozen.items() if is_so is False]
-    recorded = _list_recorded() if running else ()
-    for container, init in running:
+    before = {task: frozen for task in tasks if (frozen := _is_frozen(*task)) is not None}
+    states = _list_states() if before else {}
+    found = []
+    for (container, init), frozen in before.items():
+        state = states.get(container, "")
         # Not if it was paused, or resumed, while containerd was asked.
-        if container in recorded and _is_frozen(container, init) is False:
-            found.append(PausedContainer(container, (init,), runs=True))
+        if (frozen or state == "PAUSED") and _is_frozen(container, init) is frozen:
+            found.append(PausedContainer(container, (init,), frozen, recorded=state != "RUNNING"))
     return tuple(found)
 
 
-def _list_recorded() -> Set[str]:
-    """Return the IDs of those that are paused by containerd's record; none if it does not say."""
+def _list_states() -> Mapping[str, str]:
+    """Return the states of containerd's record by ID; nothing if it does not say."""
     with suppress(GpusnapError):
-        return ctr.list_paused(_NAMESPACE)
-    return frozenset()
+        return ctr.list_states(_NAMESPACE)
+    return {}
 
 
 def _is_frozen(container: str, init: int) -> bool | None:

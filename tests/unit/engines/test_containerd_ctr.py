@@ -157,18 +157,19 @@ def test_a_pause_under_way(monkeypatch: pytest.MonkeyPatch, states: list[str], r
     assert (("tasks", "resume", "work") in asked) is resumed
 
 
-def test_list_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that containerd has as paused. Nothing depends on the answer, so it has less time."""
-    answers: list[float | None] = []
+def test_list_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing depends on the answer, so it has less time."""
+    limits: list[float | None] = []
 
     def ask(namespace: str, *words: str, patience: float | None = None) -> str:
         assert (namespace, words) == ("k8s.io", ("tasks", "ls"))
-        answers.append(patience)
-        return "TASK PID STATUS\none 1 PAUSED\ntwo 2 RUNNING\nthree 3 PAUSING\n"
+        limits.append(patience)
+        return "TASK PID STATUS\none 1 PAUSED\ntwo 2 RUNNING\n"
 
     monkeypatch.setattr(ctr_module, "_ask", ask)
-    assert ctr_module.list_paused("k8s.io") == {"one"}
-    assert all(patience and patience < 60 for patience in answers)
+    states = ctr_module.list_states("k8s.io")
+    assert (states["one"], states["two"]) == ("PAUSED", "RUNNING")
+    assert all(limit and limit < 60 for limit in limits)
 
 
 def test_an_import_that_fails(ctr: FakeCtr) -> None:

@@ -22,17 +22,17 @@ class Node:
 
     tasks: list[tuple[str, str, int]] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
-    recorded: set[str] = field(default_factory=set)
+    recorded: dict[str, str] = field(default_factory=dict)
     at_work: set[str] = field(default_factory=set)
     asked: int = 0
     meanwhile: set[str] = field(default_factory=set)
-    """What is frozen once containerd has been asked."""
+    """What is frozen, or thawed, while containerd is asked."""
 
-    def list_paused(self, namespace: str) -> frozenset[str]:
+    def list_states(self, namespace: str) -> dict[str, str]:
         assert namespace == "k8s.io"
         self.asked += 1
-        self.frozen |= self.meanwhile
-        return frozenset(self.recorded)
+        self.frozen ^= self.meanwhile
+        return self.recorded
 
     @contextmanager
     def hold(self, key: str, *, patience: float) -> Iterator[None]:
@@ -49,7 +49,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
     monkeypatch.setattr(
         container, "frozen_group", lambda pid, name: f"/sys/fs/cgroup/{name}" if name in made.frozen else None
     )
-    monkeypatch.setattr(ctr, "list_paused", made.list_paused)
+    monkeypatch.setattr(ctr, "list_states", made.list_states)
     monkeypatch.setattr(journal, "hold", made.hold)
     return made
 
@@ -60,7 +60,7 @@ def test_nothing_is_paused(node: Node) -> None:
 
 def test_frozen(node: Node) -> None:
     """Of a pod, not of another user of containerd."""
-    node.frozen = {"two", "three"}
+    node.frozen, node.recorded = {"two", "three"}, {"one": "RUNNING", "two": "PAUSED"}
     (found,) = left_paused.list_paused()
     assert found == PausedContainer("two", (12,))
     assert found.why.endswith("unless one is in progress: ctr --namespace k8s.io tasks resume two")
@@ -68,32 +68,41 @@ def test_frozen(node: Node) -> None:
 
 def test_paused_by_the_record_alone(node: Node) -> None:
     """runc resumes only what is paused, so it is paused first."""
-    node.recorded = {"one", "three"}
+    node.recorded = {"one": "PAUSED", "two": "RUNNING", "three": "PAUSED"}
     (found,) = left_paused.list_paused()
-    assert found == PausedContainer("one", (11,), runs=True)
+    assert found == PausedContainer("one", (11,), frozen=False)
     assert found.why.endswith(
         "in progress: gpusnap-runtime --root /run/containerd/runc/k8s.io pause one && "
         "ctr --namespace k8s.io tasks resume one"
     )
 
 
+def test_frozen_but_not_by_the_record(node: Node) -> None:
+    """containerd does not resume what it has as running, so the runtime does."""
+    node.frozen, node.recorded = {"one"}, {"one": "RUNNING"}
+    (found,) = left_paused.list_paused()
+    assert found == PausedContainer("one", (11,), recorded=False)
+    assert found.why.endswith("in progress: gpusnap-runtime --root /run/containerd/runc/k8s.io resume one")
+
+
 def test_gpusnap_is_at_work(node: Node) -> None:
     """It thaws a container that containerd has paused, while it works."""
-    node.recorded, node.at_work = {"one"}, {"one"}
+    node.recorded, node.at_work = {"one": "PAUSED"}, {"one"}
     assert left_paused.list_paused() == ()
 
 
-def test_it_is_paused_meanwhile(node: Node) -> None:
-    """A checkpoint begins just then."""
-    node.recorded = node.meanwhile = {"one"}
+@pytest.mark.parametrize(("frozen", "state"), [(set(), "PAUSED"), ({"one"}, "RUNNING")])
+def test_it_changes_meanwhile(node: Node, frozen: set[str], state: str) -> None:
+    """A checkpoint begins just then, or ends."""
+    node.frozen, node.recorded, node.meanwhile = frozen, {"one": state}, {"one"}
     assert left_paused.list_paused() == ()
 
 
 def test_containerd_does_not_answer(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> frozenset[str]:
+    def fail(_: str) -> dict[str, str]:
         raise GpusnapError("ctr cannot be run")
 
-    monkeypatch.setattr(ctr, "list_paused", fail)
+    monkeypatch.setattr(ctr, "list_states", fail)
     node.frozen = {"two"}
     assert left_paused.list_paused() == (PausedContainer("two", (12,)),)
 
