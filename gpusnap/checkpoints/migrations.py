@@ -21,6 +21,7 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import asdict, dataclass, list_fields
 from gpusnap.oci.base.patterns import compile_later
+from gpusnap.oci.store.tags import is_later
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process import proc
@@ -105,6 +106,8 @@ def find(digest: str) -> OutgoingMigration | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if _concerns_only_root(error):
+            return None
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise GpusnapError(
             f"{path} cannot be read, so gpusnap cannot determine whether the container runs on another "
@@ -146,6 +149,36 @@ def check(digest: str) -> None:
         hint=f"run gpusnap recover, which asks {found.host}; if that host cannot be reached and you "
         f"have verified that {found.there} does not run there, gpusnap restore --not-migrated "
         f"{found.checkpoint} continues it here",
+        code="GPS-823",
+    )
+
+
+def check_alone(ours: OutgoingMigration) -> None:
+    """Raise Refused if another gpusnap process migrates the same container; `ours` is written already.
+
+    Of two that begin at once, at least one finds the other. Raises GpusnapError.
+    """
+    for each in list_outgoing({}):
+        if each.container == ours.container and each.id != ours.id and each.at_work:
+            raise _make_migrating_error(each)
+
+
+def check_last(container: str, created: str) -> None:
+    """Raise Refused if a container's checkpoint was made by its migration that has not ended.
+
+    `created`: when it was made (RFC 3339). Call it before `check`: a migration writes its second file before
+    it removes the first one. Raises GpusnapError.
+    """
+    for each in list_outgoing({}):
+        sends = not each.digest and each.container == container and each.at_work
+        if sends and not is_later(each.since, created):
+            raise _make_migrating_error(each)
+
+
+def _make_migrating_error(found: OutgoingMigration) -> Refused:
+    return Refused(
+        f"{found.name} is being migrated to {found.host}",
+        hint="wait until gpusnap migrate has ended",
         code="GPS-823",
     )
 
@@ -212,8 +245,15 @@ def names(pattern: re.Pattern[str]) -> Iterator[str]:
     except FileNotFoundError:
         return
     except OSError as error:
+        if _concerns_only_root(error):
+            return
         raise GpusnapError(f"{FOLDER} cannot be read: {reason(error)}", code="GPS-005") from error
     yield from (name for name in found if pattern.fullmatch(name))
+
+
+def _concerns_only_root(error: Exception) -> bool:
+    """Return whether another user has asked, whose stores have no container that was migrated."""
+    return isinstance(error, PermissionError) and os.geteuid() != 0
 
 
 def _path(key: str) -> str:

@@ -24,19 +24,19 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gpusnap.base.progress import Progress
-from gpusnap.base.user_errors import NotFound, make_told_error
-from gpusnap.checkpoints import locator
+from gpusnap.base.user_errors import Damaged, NotFound, make_told_error
+from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.list import blobs_of
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.checkpoints.names import dated_name
-from gpusnap.engines import podman, podman_objects
+from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.migration import unfinished
 from gpusnap.migration.blobs import check_answer, serve
 from gpusnap.migration.frames import PATIENCE, VERSION, Channel
 from gpusnap.migration.link import Route, connect
 from gpusnap.migration.receiver import new_id
 from gpusnap.oci.base.dataclass import asdict, dataclass, field, replace
-from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
@@ -186,13 +186,16 @@ class _Move:
     def go(self) -> None:
         try:
             self._ahead.write()
-            if self._parameters.ahead:
-                self._send_ahead()
-            # The last moment at which a lost connection costs nothing.
-            self._greet()
-            self._hand_over()
+            migrations.check_alone(self._ahead)
+            try:
+                if self._parameters.ahead:
+                    self._send_ahead()
+                # The last moment at which a lost connection costs nothing.
+                self._greet()
+                self._hand_over()
+            finally:
+                unfinished.remove_name(Store(self._ahead.store), self._tag)
         finally:
-            unfinished.remove_name(Store(self._ahead.store), self._tag)
             with suppress(GpusnapError):  # if that fails, gpusnap recover does it
                 self._ahead.remove()
 
@@ -233,7 +236,7 @@ class _Move:
             self.done.name, self.done.id = str(answer["container"]), str(answer["containerId"])
             self._ask("confirm")
         except (Exception, KeyboardInterrupt) as error:  # of any kind: the container is stopped
-            if not self._note.digest and not self._find_last(last):
+            if not self._note.digest and not self._find_last(last, error):
                 raise
             if not asked or self._settle(error) != "confirmed":
                 raise self._bring_back(error) from error
@@ -241,13 +244,28 @@ class _Move:
         self.done.digest = self._note.digest
         self._clear()
 
-    def _find_last(self, name: str) -> bool:
-        """Note the last checkpoint if it was stored before an interruption; return whether it was."""
+    def _find_last(self, name: str, error: BaseException) -> bool:
+        """Note the last checkpoint if it was stored before an error; return whether it was.
+
+        Raises GpusnapError if that is unknown, and the container does not run.
+        """
         store = locator.default_store()
         try:
-            digest = store.find_exactly(name).descriptor.digest
-        except OciError:
+            with podman_work.ignore_signals():  # a second one would leave the container stopped
+                digest = store.find_exactly(name).descriptor.digest
+        except NotThere:
             return False
+        except OciError as failed:
+            with suppress(GpusnapError):
+                if self._runs_here():
+                    return False
+            said = GpusnapError(
+                f"{_make_told_error(error)}; {self._found.name} may be stopped, and the store cannot be "
+                f"read: {failed}",
+                hint=f"if podman ps does not show it, gpusnap restore {name} continues it here",
+                code="GPS-824",
+            )
+            raise _convert_after(error, said) from error
         self._note = replace(self._note, store=store.path, checkpoint=name, digest=digest)
         return True
 
@@ -335,9 +353,12 @@ class _Move:
                     hint=said.hint,
                     code=said.code,
                 )
+            hint = f"gpusnap restore {last.checkpoint} continues it here; its checkpoint is complete"
+            if isinstance(said, Damaged):
+                hint = f"gpusnap verify {last.checkpoint} lists all damage; do not remove what {self._to} has"
             return GpusnapError(
                 f"{name} was not migrated to {self._to} ({why}), and cannot be restored here: {said}",
-                hint=f"gpusnap restore {last.checkpoint} continues it here; its checkpoint is complete",
+                hint=hint,
                 code="GPS-824",
             )
         with suppress(OciError):  # if that fails, it is kept, and `gpusnap ls` shows it

@@ -225,13 +225,16 @@ class _Receiver:
                 "there is no container to confirm", hint="update gpusnap on both hosts", code="GPS-821"
             )
         records.remove_ahead(record.ahead)
-        records.Record(self._id, "confirmed", record.name).write()
+        records.confirm(record)
         self._record = None
         return {}
 
     def _take_back(self) -> None:
-        """Remove what came ahead, and a container that was not confirmed."""
-        if (record := self._record) is None:
+        """Remove what came ahead, and a container that was not confirmed. Raises GpusnapError.
+
+        If the confirmation was interrupted, or failed, its record decides, as for everybody who asks.
+        """
+        if (record := self._record) is None or records.is_confirmed(record.id):
             return
         with podman_work.ignore_signals():
             self._record = None

@@ -20,14 +20,16 @@ from typing import Any
 
 from gpusnap.base.user_errors import NotFound
 from gpusnap.checkpoints import locator, migrations
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_objects
 from gpusnap.oci.base.dataclass import asdict, dataclass, replace
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
+from gpusnap.operations import unknown_containers
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.recovery import restored_containers
 
 MARK = "GPUSNAP_MIGRATION"
 """In the environment of Podman while it restores, with the migration's ID."""
@@ -100,6 +102,22 @@ def advance(record: Record) -> None:
         record.write()
 
 
+def confirm(record: Record) -> None:
+    """Record that a restored container belongs to this host. Raises Refused as `advance`, and GpusnapError.
+
+    Whoever asks meanwhile waits, and does not take it for one that a killed receiver left.
+    """
+    with _hold_lock(record.id):
+        if (_read(record.id) or {}).get("state") != record.state:
+            raise _make_given_up_error()
+        Record(record.id, "confirmed", record.name).write()
+
+
+def is_confirmed(migration: str) -> bool:
+    """Return whether whoever asks is told that the container belongs to this host. Raises GpusnapError."""
+    return (_read(migration) or {}).get("state") == "confirmed"
+
+
 def end_record(record: Record) -> None:
     """Record that the receiver has undone everything. Raises GpusnapError."""
     if record.state != "coming":
@@ -154,7 +172,7 @@ def settle(migration: str) -> str:
                 # A request that is still on its way restores nothing then.
                 _write_undone(Record(migration, "undone", ""))
                 return "undone"
-        if not alive and not _podman_of(migration):
+        if not alive:
             break
         if time.monotonic() > limit:
             raise _make_busy_error(migration)
@@ -188,21 +206,44 @@ def remove_ahead(digests: tuple[str, ...]) -> None:
 
 
 def remove_restored(record: Record) -> None:
-    """Remove the container that was restored for a migration. Raises GpusnapError.
+    """Remove the container that was restored for a migration, with its new volumes. Raises GpusnapError.
 
     Its name or its ID may belong to another container by now, which was restored or started meanwhile: that
-    is kept.
+    is kept. Waits until nothing restores it any more: if Podman was killed, its runtime continues.
     """
+    limit = time.monotonic() + PATIENCE
+    while _is_being_restored(record.id):
+        if time.monotonic() > limit:
+            raise _make_busy_error(record.id)
+        time.sleep(_EVERY)
+    container = _end_unknown(record.id) or record.container
     try:
-        found = podman.inspect_container(record.container or record.name)
+        found = podman.inspect_container(container or record.name)
     except NotFound:
         return
-    if record.container:
-        ours = found.id == record.container and record.created in ("", found.created)
+    if container:
+        ours = found.id == container and record.created in ("", found.created)
     else:
         ours = found.name == record.name and found.id not in record.before and _is_of_migration(found, record)
     if ours:
+        created = podman_objects.list_created_with(found)
         podman.run_query("rm", "--force", "--time", "0", found.id, wanted=f"the removal of {record.name}")
+        for volume in created:
+            with suppress(GpusnapError):
+                podman_objects.remove_volume(volume)
+
+
+def _end_unknown(migration: str) -> str:
+    """End a container that runs without the knowledge of its Podman, which was killed; return its ID.
+
+    Raises GpusnapError.
+    """
+    for entry in restored_containers.list_living():
+        # Podman may know it by now, and then removes it.
+        ours = entry.init is not None and _has_mark(proc.parent(entry.init[0]), migration)
+        if ours and unknown_containers.end_container(entry) is not None:
+            return entry.container
+    return ""
 
 
 def _is_of_migration(found: podman.Container, record: Record) -> bool:
@@ -212,7 +253,7 @@ def _is_of_migration(found: podman.Container, record: Record) -> bool:
     get another name, it has a new ID (libpod, CRImportCheckpoint), and stays.
     """
     if found.init:
-        return proc.environment(proc.parent(found.init)).get(MARK) == record.id
+        return _has_mark(proc.parent(found.init), record.id)
     # One that a checkpoint ended was restored or started after that.
     return bool(record.source) and found.id.startswith(record.source) and not found.checkpointed
 
@@ -298,11 +339,24 @@ def _sweep() -> None:
                 os.unlink(path)
 
 
-def _podman_of(migration: str) -> bool:
-    """Return whether a Podman still restores for it; conmon and the container have MARK as well."""
-    return any(
-        proc.comm(pid) == "podman" and proc.environment(pid).get(MARK) == migration for pid in proc.pids()
-    )
+def _is_being_restored(migration: str) -> bool:
+    """Return whether a Podman, or a runtime that conmon runs for one, still restores for a migration.
+
+    conmon and what was restored have MARK as well, for as long as the container lives.
+    """
+    return any(_restores(pid) and _has_mark(pid, migration) for pid in proc.pids())
+
+
+def _restores(pid: int) -> bool:
+    """Return whether a process may be a Podman at work, or the runtime of a restore, a child of conmon."""
+    if proc.comm(pid) == "podman":
+        return True
+    # To read the command line of just any process may block.
+    return proc.comm(proc.parent(pid)) == "conmon" and "--image-path" in proc.command(pid)
+
+
+def _has_mark(pid: int, migration: str) -> bool:
+    return proc.environment(pid).get(MARK) == migration
 
 
 def _make_given_up_error() -> Refused:

@@ -283,6 +283,14 @@ def parent(pid: int) -> int:
     return int(stat[1]) if stat is not None else 0
 
 
+def list_ancestors(pid: int) -> list[int]:
+    """Return the parent of a process, its parent and so on, as far as gpusnap's PID namespace has them."""
+    found: list[int] = []
+    while (pid := parent(pid)) and pid not in found:
+        found.append(pid)
+    return found
+
+
 def start_time(pid: int) -> int:
     """Return when a process began, in clock ticks after the boot; 0 if it is gone."""
     stat = _stat(pid)

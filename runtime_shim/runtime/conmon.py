@@ -15,10 +15,10 @@ from itertools import pairwise
 
 from gpusnap.runtime_shim.process import proc
 
+PODMAN = "podman"
 _NAME = "conmon"
 _PROGRAM, _ARGUMENT = "--exit-command", "--exit-command-arg"
 _CLEAN_UP = ("container", "cleanup")
-_PODMAN = "podman"
 
 
 def podman_above(container: str) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def podman_of(conmon: Sequence[str], container: str) -> tuple[str, ...]:
     at = next((at for at in range(len(arguments)) if arguments[at : at + 2] == _CLEAN_UP), -1)
     ours = container in _iterate_values(conmon, "-c") and container in arguments[at + 2 :]
     (path,) = [*program][:1] or [""]
-    return (path, *arguments[:at]) if ours and at >= 0 and os.path.basename(path) == _PODMAN else ()
+    return (path, *arguments[:at]) if ours and at >= 0 and os.path.basename(path) == PODMAN else ()
 
 
 def _iterate_values(words: Sequence[str], option: str) -> Iterator[str]:

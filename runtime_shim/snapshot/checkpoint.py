@@ -53,6 +53,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import conmon
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, render
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
@@ -122,9 +123,10 @@ def checkpoint(
         job = CheckpointJob(
             call, real, settings, driver, container, Transaction(), pages, asleep=asleep, remover=remover
         )
-        job.podman = parent if proc.comm(parent := os.getppid()) == "podman" else 0
+        job.podman = _find_podman(job)
         with _name_whole_failure(job), job.claims, _hold_dump(job) as held, job.transaction as transaction:
             with transaction.step("inspect"):
+                _check_podman(job)
                 _inspect(job)
             draft = Draft(str(call.images()), sync=settings.memory.sync)
             with transaction.step("prepare"):
@@ -376,6 +378,32 @@ def _write_and_dump(job: CheckpointJob, draft: Draft, held: HeldDump) -> Gpusnap
     if error is not None:
         raise error
     return held.error or failure
+
+
+def _find_podman(job: CheckpointJob) -> int:
+    """Return the PID of the Podman that ordered a checkpoint; 0 if somebody else did, -1 if it has ended.
+
+    It may have been killed before this process could look. Only Podman has its own containers checkpointed
+    into the directory in which it looks for their images (libpod, Container.CheckpointPath). A script between
+    it and this process is not watched.
+    """
+    parent, container = os.getppid(), job.container
+    if _is_podman(parent):
+        return parent
+    if str(job.call.images()) != os.path.join(container.bundle, "checkpoint"):
+        return 0
+    if not conmon.podman_of(proc.command(proc.parent(container.pid)), container.id):
+        return 0
+    return 0 if any(map(_is_podman, proc.list_ancestors(parent))) else -1
+
+
+def _is_podman(pid: int) -> bool:
+    """Return whether a process runs the program of Podman, under whatever name."""
+    if proc.comm(pid) == conmon.PODMAN:
+        return True
+    with contextlib.suppress(OSError):
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == conmon.PODMAN
+    return False
 
 
 def _check_podman(job: CheckpointJob) -> None:

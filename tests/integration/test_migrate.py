@@ -16,9 +16,11 @@ import pytest
 import waiting
 from otherhost import SSH, OtherHost, other_host
 from storehost import COMMAND, SETTINGS, STORE, empty_store, gpusnap
-from support import Container, Done, good, podman, run, sentence, until
+from support import STATE, Container, Done, faults, good, podman, run, sentence, until
 
+from gpusnap.migration.records import MARK
 from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.process import proc
 
 WORK = ("--mib", "24", "--slices", "24", "--touch", "1")
 TO = "ssh://gpu2"
@@ -206,6 +208,34 @@ def test_broken_once_it_was_stopped(store: Store, other: OtherHost, plan: str) -
     assert names(store) == []
 
 
+@pytest.mark.parametrize("receiver", ["lives", "is killed"])
+@pytest.mark.parametrize("real", ["crun", "runc"], indirect=True)
+def test_podman_is_killed_there(store: Store, other: OtherHost, receiver: str) -> None:
+    """Its runtime continues: what that restores is ended, before the container runs on this host again."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    faults("restore hang=80000 count=1")
+    words = (COMMAND, "migrate", "w", TO, "--name", "x", "--precopy", "0", "--quiet", "--ssh", SSH)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as child:
+        until(lambda: (STATE / "faults").read_text() == "", "the driver restores there")
+        (at_work,) = podmen()
+        if receiver == "is killed":
+            os.kill(proc.parent(at_work), signal.SIGKILL)
+        os.kill(at_work, signal.SIGKILL)
+        until(lambda: other.calls() > 1, "that host is asked about the container")
+        faults("")
+        said = child.communicate(timeout=90)[1]
+    assert "w was not migrated, and runs on this host again: " in said
+    assert nothing_there(other)
+    assert "nothing to recover" in other.run(COMMAND, "recover", "--list").err
+    runs_here(container)
+
+
+def podmen() -> list[int]:
+    """The PIDs of Podman while it restores for a migration."""
+    at_work = (pid for pid in proc.pids() if proc.comm(pid) == "podman")
+    return [pid for pid in at_work if MARK in proc.environment(pid)]
+
+
 def test_the_last_word_is_lost(one_runtime: Store, other: OtherHost) -> None:
     """The other host has taken it over, and says so when it is asked again."""
     Container.start("w", *WORK, gpus=["0"])
@@ -351,7 +381,7 @@ def test_a_volume_of_that_name_there(one_runtime: Store, other: OtherHost, volum
     assert good(other.podman("exec", "w", "cat", "/data/file")) == "one"
 
 
-@pytest.mark.parametrize("plan", ["to fetch 2 sigint", "to restore 1 cut"])
+@pytest.mark.parametrize("plan", ["to fetch 2 sigint", "to restore 1 cut", "from restore 1 cut"])
 def test_an_anonymous_volume_comes_back(
     one_runtime: Store, other: OtherHost, volumes: None, plan: str
 ) -> None:
@@ -363,6 +393,9 @@ def test_an_anonymous_volume_comes_back(
     runs_here(container)
     assert good(podman("exec", "w", "cat", "/data/file", "/more/file")) == "one\ntwo"
     until(lambda: nothing_there(other), "the other host has undone it")
+    assert good(other.podman("volume", "ls", "--quiet")) == ""  # they would refuse the next try
+    good(migrate())
+    assert good(other.podman("exec", "w", "cat", "/data/file", "/more/file")) == "one\ntwo"
 
 
 @pytest.mark.parametrize("real", ["crun", "runc"], indirect=True)

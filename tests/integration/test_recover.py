@@ -23,6 +23,7 @@ from holding import held
 from support import DEADLINE, RUNTIME, STORAGE, Container, Done, good, kill_at, podman, run, until
 
 from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.process import proc
 
 COMMAND = "/usr/local/bin/gpusnap"
 MOMENTS = 2
@@ -265,6 +266,28 @@ def test_somebody_is_at_work(pages: str, real: str, tmp_path: Path) -> None:
     os.kill(init, signal.SIGCONT)  # as people do with a process that shows T; its GPU memory is still away
     recover()
     container.goes_on()
+
+
+@pytest.mark.parametrize("options", [(), ("--rm",)], ids=["stays", "--rm"])
+@pytest.mark.parametrize(("real", "pages"), [("crun", "chunks")], indirect=True)
+def test_podman_is_killed_as_its_runtime_begins(
+    pages: str, real: str, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Nobody would export the checkpoint, and one with --rm would be lost with it: the container runs on."""
+    container = Container.start("w", "--mib", "8", options=options)
+    words = ("podman", "--runtime", RUNTIME, "container", "checkpoint", "--export", tmp_path / "w.tar", "w")
+    with (
+        held(tmp_path, "crun", "state", f'[memory]\npages = "{pages}"\n') as crun,
+        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as engine,
+    ):
+        until(crun.met, "its runtime asks crun about the container")
+        caller = crun.caller
+        assert "checkpoint" in proc.command(caller)
+        engine.kill()
+    until(lambda: not proc.comm(caller), "its runtime has ended")
+    assert container.inspect()["State"]["Status"] == "running"
+    container.goes_on()
+    assert "nothing to recover" in run(COMMAND, "recover", "--list").err
 
 
 def at_once(*lines: Sequence[str]) -> list[Done]:

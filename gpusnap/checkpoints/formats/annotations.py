@@ -14,6 +14,7 @@ from gpusnap.runtime_shim.records.artifact import make_annotations
 from gpusnap.runtime_shim.records.manifest import Manifest
 
 CREATED = "org.opencontainers.image.created"
+CONTAINER_ID = "io.gpusnap.container.id"
 VOLUMES = "io.gpusnap.volumes"
 """The names of the volumes whose files are in it."""
 _CRIU = "org.criu.checkpoint."
@@ -32,7 +33,7 @@ def annotations_of(config: bytes, spec: bytes, record: Manifest | None, *, writt
     ours = make_annotations(record) if record is not None else {}
     found = {
         CREATED: time_of(written),
-        "io.gpusnap.container.id": values.get("id"),
+        CONTAINER_ID: values.get("id"),
         **ours,
         f"{_CRIU}engine.name": _engine(_object(spec)),
         f"{_CRIU}container.name": values.get("name"),

@@ -21,6 +21,7 @@ from gpusnap.base.user_errors import Damaged, Killed
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.artifact import ArtifactParts
+from gpusnap.checkpoints.formats.annotations import CONTAINER_ID, CREATED
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import ARCHIVE, PIECE
@@ -174,6 +175,8 @@ class PodmanRestore:
         """Raise Refused for a checkpoint that is not Podman's, or whose container may run on another host."""
         self.digest = found.root.digest
         if not self.request.not_migrated:
+            notes = found.artifact.annotations
+            migrations.check_last(notes.get(CONTAINER_ID, ""), notes.get(CREATED, ""))
             migrations.check(self.digest)
         found.check_podman()
 

@@ -180,7 +180,7 @@ class _Source:
         if any(_shares_memory_or_files(pid, each) for each in {*everyone, *self._gpu} - {pid}):
             files = [path for _, path in held.descriptors] + [path for *_, path in held.mappings]
             return tuple(dict.fromkeys(files))
-        ancestors = [each for each in _list_ancestors(pid) if each in self._gpu]
+        ancestors = [each for each in proc.list_ancestors(pid) if each in self._gpu]
         inherited = {mapping for each in ancestors for mapping in self._list_held(each).mappings}
         files = [
             path
@@ -199,13 +199,6 @@ class _Source:
         if pid not in self._held:
             self._held[pid] = self._driver.list_held(pid)
         return self._held[pid]
-
-
-def _list_ancestors(pid: int) -> list[int]:
-    found: list[int] = []
-    while (pid := proc.parent(pid)) and pid not in found:
-        found.append(pid)
-    return found
 
 
 def _is_same_file(pid: int, number: int, other: int, other_number: int) -> bool:

@@ -77,7 +77,7 @@ class CheckpointJob:
     remover: tuple[int, int] | None = None
     """PID and start time of the process for which it is left stopped after its dump."""
     podman: int = 0
-    """The PID of the Podman that ordered the checkpoint; 0 if somebody else did."""
+    """The PID of the Podman that ordered the checkpoint; 0 if somebody else did, -1 if it has ended."""
     on_disk: bool = True
     """Whether it is written to a disk; a suspended container only goes to RAM."""
     claims: ExitStack = field(default_factory=ExitStack)

@@ -23,6 +23,7 @@ from kept_checkpoints import an_archive, keep_pages, leave_export
 from kept_checkpoints import keep as keep_archive
 from stopped_container import make_stopped
 
+from gpusnap.checkpoints import migrations
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
 from gpusnap.oci.base.errors import binary_size
@@ -810,6 +811,43 @@ def test_memory_that_a_stopped_container_needs(
         assert err.endswith("[GPS-706]\n")
     assert [each.name for each in store.entries()] == ["v:2"]
     assert gpusnap("rm", "--force", needed)[0] == 0
+    assert store.entries() == ()
+
+
+@pytest.mark.parametrize("at", ["sends its memory", "interrupted"])
+def test_a_checkpoint_of_a_container_that_is_migrated(
+    gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """It may be all that is left of the container: rm does not remove it without --force."""
+    (tmp_path / "state").mkdir()
+    monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
+    store = Store(tmp_path / "store")
+    digest = keep_archive(store, an_archive(tmp_path), ["w:1"])
+    leaving = migrations.OutgoingMigration(
+        id="0" * 32,
+        container=ID,
+        name="w",
+        there="w",
+        host="gpu2",
+        route=("gpu2", "", "0", "ssh", "gpusnap"),
+        store=store.path,
+        checkpoint="w:1",
+        digest=digest if at == "interrupted" else "",
+        since="2026-02-03T04:05:06+00:00",
+    )
+    leaving.write()
+    if at != "interrupted":
+        monkeypatch.setattr(migrations.OutgoingMigration, "at_work", True)
+    said = "w may run on gpu2" if at == "interrupted" else "w is being migrated to gpu2"
+    assert gpusnap("tag", "w:1", "w:2")[0] == 0
+    assert gpusnap("rm", "w:2")[0] == 0
+    for wanted in ("w:1", digest):
+        code, out, err = gpusnap("rm", "--gc", wanted)
+        assert (code, "removed w" in out) == (exit_codes.FAILED, False)
+        assert err.startswith(f"gpusnap: {said}")
+        assert "; gpusnap rm --force removes the checkpoint for good [GPS-823]" in err
+    assert [each.name for each in store.entries()] == ["w:1"]
+    assert gpusnap("rm", "--force", "w:1")[0] == 0
     assert store.entries() == ()
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +19,23 @@ from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive
 
 from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints import migrations
+from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.container_hooks.commands import CHECKPOINT
 from gpusnap.engines import podman
 from gpusnap.migration import migrate, unfinished
 from gpusnap.migration.link import Destination, Route
 from gpusnap.migration.migrate import MigrationRequest
+from gpusnap.oci.base.errors import DiskError
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
+from gpusnap.oci.store.tags import Entry
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, CheckpointResult
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.restore import RestoreResult
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
 from gpusnap.runtime_shim.settings import ANNOTATION_PREFIX
 from gpusnap.runtime_shim.shim import overrides
@@ -133,6 +144,19 @@ def test_it_cannot_be_restored_here(
     assert error.hint.startswith("gpusnap restore w:")
 
 
+def test_its_checkpoint_is_damaged(
+    fake: FakePodman, other: OtherSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not said to be complete; the other host may have the right blobs."""
+    other.instead["fetch"] = lambda: {"error": "the digest is wrong"}
+    monkeypatch.setattr(restoring, "restore", lambda *_: fail(Damaged("the blob is damaged"))())
+    error = move()
+    assert str(error).endswith("and cannot be restored here: the blob is damaged")
+    assert re.fullmatch(
+        r"gpusnap verify w:[\d-]+ lists all damage; do not remove what gpu2 has", error.hint
+    ), error.hint
+
+
 def test_one_without_a_gpu(fake: FakePodman, other: OtherSide) -> None:
     """Podman can move it by itself; a checkpoint alone would not."""
     fake.has(runtime="crun")
@@ -162,6 +186,39 @@ def test_it_was_started_here_meanwhile(fake: FakePodman, other: OtherSide, host_
     (kept,) = host_store.entries()
     assert error.hint == f"migrate it again; its checkpoint {kept.name} is kept"
     assert migrations.list_outgoing() == ()
+
+
+def test_another_gpusnap_migrates_it(fake: FakePodman, other: OtherSide, host_store: Store) -> None:
+    """It is left alone, and so is what that has sent ahead."""
+    with elsewhere() as theirs:
+        error = move()
+        assert str(error) == "w is being migrated to gpu3"
+        assert "fetch" not in other.asked
+        assert fake.calls() == []
+        assert [each.id for each in migrations.list_outgoing()] == [theirs.id]
+    move()
+    assert "restore" in other.asked
+
+
+@contextmanager
+def elsewhere() -> Iterator[OutgoingMigration]:
+    """A migration of w by another process, from a minute ago on."""
+    found = OutgoingMigration(
+        id="1" * 32,
+        container=ID,
+        name="w",
+        there="w",
+        host="gpu3",
+        route=("gpu3", "", "0", "ssh", "gpusnap"),
+        store="/store",
+        checkpoint="w:migrating",
+        since=(datetime.now(UTC) - timedelta(minutes=1)).isoformat(),
+    )
+    found.write()
+    path = Path(migrations.FOLDER, f"{found.id}.leaving")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"owner": state_files.owner(child.pid)}))
+        yield found
 
 
 def test_its_last_checkpoint_fails_after_the_end(fake: FakePodman, other: OtherSide) -> None:
@@ -304,6 +361,40 @@ def test_an_interruption_after_its_last_checkpoint(
     assert fake.status() == "running"
     assert host_store.entries() == ()
     assert "fetch" not in other.asked
+
+
+@pytest.mark.parametrize("failed", ["a second signal", "EIO"])
+def test_its_last_checkpoint_is_searched_for(
+    fake: FakePodman, other: OtherSide, host_store: Store, monkeypatch: pytest.MonkeyPatch, failed: str
+) -> None:
+    """A second Ctrl-C does not leave the container stopped; if it cannot be found, the sentence names it."""
+    make, find, signals = checkpointing.checkpoint, Store.find_exactly, iter([signal.SIGINT])
+
+    def checkpoint(request: CheckpointRequest, progress: Progress) -> CheckpointResult:
+        make(request, progress)
+        raise KeyboardInterrupt
+
+    def find_exactly(store: Store, wanted: str) -> Entry:
+        if failed == "EIO":
+            raise DiskError("the index cannot be read")
+        for number in signals:
+            os.kill(os.getpid(), number)
+        return find(store, wanted)
+
+    monkeypatch.setattr(checkpointing, "checkpoint", checkpoint)
+    monkeypatch.setattr(Store, "find_exactly", find_exactly)
+    try:
+        error = move()
+    except KeyboardInterrupt:
+        pytest.fail("the second signal ended the command")
+    assert isinstance(error, Interrupted)
+    if failed == "EIO":
+        (kept,) = host_store.entries()
+        assert str(error).endswith("w may be stopped, and the store cannot be read: the index cannot be read")
+        assert error.hint == f"if podman ps does not show it, gpusnap restore {kept.name} continues it here"
+    else:
+        assert str(error).startswith("w was not migrated, and runs on this host again: interrupted")
+        assert fake.status() == "running"
 
 
 def test_an_interruption_while_its_last_checkpoint_is_stored(

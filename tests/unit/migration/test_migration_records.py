@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from gpusnap.checkpoints import migrations
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_objects
 from gpusnap.migration import records
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import replace
+from gpusnap.operations import unknown_containers
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.recovery import restored_containers
 
 ID = "0" * 32
 
@@ -58,6 +62,58 @@ def test_whose_container_it_is(
     removed.clear()
     records.remove_restored(Record(ID, "restoring", "w", ("new",)))
     assert removed == []
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_one_that_podman_does_not_know(
+    removed: list[str], monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Its Podman was killed: the runtime is waited for, and what it has restored is ended."""
+    done: list[str] = []
+    living = [Restored("1" * 64, (50, 1)), Restored("new", (100, 1))]
+    monkeypatch.setattr(restored_containers, "list_living", lambda: living if done else [])
+    monkeypatch.setattr(proc, "pids", lambda: [99, 100, 101])
+    monkeypatch.setattr(proc, "comm", {99: "conmon"}.get)
+    monkeypatch.setattr(proc, "parent", {101: 99, 100: 99, 50: 49}.get)
+    words = ("gpusnap-runtime", "restore", "--image-path", "/image")
+    monkeypatch.setattr(proc, "command", lambda pid: words if pid == 101 and not done else ())
+    monkeypatch.setattr(proc, "environment", lambda pid: {records.MARK: ID} if pid in (99, 100, 101) else {})
+    monkeypatch.setattr(time, "sleep", lambda seconds: done.append("waited"))
+
+    def end(entry: Restored) -> str | None:
+        done.append(entry.container)
+        return None if known else "it was killed"
+
+    monkeypatch.setattr(unknown_containers, "end_container", end)
+    records.remove_restored(Record(ID, "restoring", "another", (), "", source="old"))
+    assert done == ["waited", "new"]
+    assert removed == ([] if known else ["new"])
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What remove_restored uses of the record of a restored container."""
+
+    container: str
+    init: tuple[int, int]
+
+
+def test_a_runtime_that_does_not_end(removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for no longer than a receiver is, and then nothing is said to be removed."""
+    monkeypatch.setattr(records, "PATIENCE", 0.0)
+    monkeypatch.setattr(records, "_is_being_restored", lambda migration: True)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(GpusnapError, match="is still being undone after 0 s"):
+        records.remove_restored(Record(ID, "restoring", "w"))
+    assert removed == []
+
+
+def test_its_volumes(removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that Podman made for the container go with it: the next try would be refused for them."""
+    monkeypatch.setattr(proc, "environment", lambda pid: {})
+    monkeypatch.setattr(podman_objects, "list_created_with", lambda found: ["data"])
+    records.remove_restored(Record(ID, "running", "w", (), "new"))
+    assert removed == ["new", "data"]
 
 
 def test_by_its_id(removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

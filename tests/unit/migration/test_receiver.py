@@ -96,5 +96,40 @@ def test_it_is_taken_back_on_a_full_disk(
     assert records.list_records() == ()
 
 
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), GpusnapError("the directory cannot be synced")])
+def test_a_confirmation_that_is_written_and_fails(
+    restored: receiver._Receiver, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    """Whoever asks is told that the container is confirmed, so it is not taken back."""
+    removed: list[str] = []
+    monkeypatch.setattr(podman, "run_query", lambda *words, wanted: removed.append(words[-1]))
+    write = migrations.write
+
+    def write_and_fail(path: str, value: object) -> None:
+        write(path, value)
+        raise raised
+
+    with monkeypatch.context() as failing:
+        failing.setattr(migrations, "write", write_and_fail)
+        with pytest.raises(type(raised)):
+            restored._confirm()
+    assert records.settle(ID) == "confirmed"
+    restored._take_back()
+    assert removed == []
+    assert records.settle(ID) == "confirmed"
+
+
+def test_a_confirmation_while_somebody_asks(
+    restored: receiver._Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits: who has read the record before would take the receiver for one that was killed."""
+    monkeypatch.setattr(records, "_LOCKING", 0.05)
+    with records._hold_lock(ID), pytest.raises(GpusnapError, match="is still being undone"):
+        restored._confirm()
+    assert [each.state for each in records.list_records()] == ["running"]
+    restored._confirm()
+    assert records.settle(ID) == "confirmed"
+
+
 def fail(error: Exception) -> None:
     raise error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +87,47 @@ def test_its_gpusnap_lives(leaving: OutgoingMigration) -> None:
         path.write_text(json.dumps(value | {"owner": state_files.owner(child.pid), "boot": "another"}))
         with pytest.raises(Refused, match="w may run on gpu2"):
             migrations.check(leaving.digest)
+
+
+@pytest.mark.parametrize(
+    ("since", "refused"), [("2026-02-03T04:05:06+00:00", True), ("2026-02-03T04:05:07+00:00", False)]
+)
+def test_its_last_checkpoint_while_its_memory_is_sent(
+    leaving: OutgoingMigration, fake: FakePodman, host_store: Store, since: str, refused: bool
+) -> None:
+    """It has no note of its own yet, and is about to run on the other host; an earlier one is restored."""
+    leaving.remove()
+    ahead = replace(leaving, digest="", since=since)
+    ahead.write()
+    request = RestoreRequest(what=InStore(host_store, leaving.checkpoint))
+    path = Path(migrations.FOLDER, f"{ahead.id}.leaving")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"owner": state_files.owner(child.pid)}))
+        if refused:
+            with pytest.raises(Refused, match="w is being migrated to gpu2"):
+                restoring.restore(request, Progress(shown=False))
+            assert fake.calls() == []
+    if not refused:
+        restoring.restore(request, Progress(shown=False))
+        assert len(fake.calls()) == 1
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_notes_that_may_not_be_read(
+    leaving: OutgoingMigration, monkeypatch: pytest.MonkeyPatch, user: int
+) -> None:
+    """Only root migrates: the stores of other users have nothing that may run on another host."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(state_files, "read", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert migrations.host_of(leaving.digest) == ("another host" if user == 0 else "")
+    for check in (migrations.list_outgoing, lambda: migrations.check(leaving.digest)):
+        with pytest.raises(GpusnapError, match="cannot be read") if user == 0 else nullcontext():
+            check()
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"version": 2}', "{}"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import click
 
 from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import Damaged, convert_errors
+from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.damage import VerifyResult
+from gpusnap.checkpoints.formats.annotations import CONTAINER_ID, CREATED
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import (
     InStore,
@@ -27,6 +29,7 @@ from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.chunks import artifact
 from gpusnap.oci.store.gc import Collected
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import Entry, format_names
@@ -98,7 +101,7 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
     "--all", "everything", is_flag=True, help="Remove all checkpoints with a name, if no tag is given."
 )
 @click.option("--gc", "at_once", is_flag=True, help="Free the disk space immediately, as `gpusnap gc` does.")
-@click.option("--force", is_flag=True, help="Also remove memory that a stopped container needs.")
+@click.option("--force", is_flag=True, help="Also remove what a container may need to continue.")
 @_as_json
 def rm(what: tuple[str, ...], everything: bool, at_once: bool, force: bool, as_json: bool) -> None:
     """Remove checkpoints from a store.
@@ -108,7 +111,8 @@ def rm(what: tuple[str, ...], everything: bool, at_once: bool, force: bool, as_j
     several, nothing is removed, unless --all is given. The referrers of a checkpoint, such as a signature,
     are removed with it. The blobs stay on disk until `gpusnap gc`. After that, Podman cannot restore the
     stopped container of that checkpoint either. The only memory of a stopped container, or of an export that
-    a killed command left, without Podman's records ("pages only"), is removed only with --force.
+    a killed command left, without Podman's records ("pages only"), is removed only with --force; so is a
+    checkpoint of a container that is being migrated, or that may run on another host (see `gpusnap migrate`).
 
     As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
     a list of the output of `gpusnap gc` without neededBy).
@@ -249,6 +253,7 @@ def _remove_each(word: str, stores: dict[str, Store], *, everything: bool, force
             digest = store.find_exactly(wanted).descriptor.digest
             if not force:
                 check_removal(store, wanted, digest)
+                _check_migrations(store, wanted, digest)
             names = store.remove(wanted)
             entries = store.entries()
             left = tuple(each.name for each in entries if each.descriptor.digest == digest)
@@ -256,6 +261,25 @@ def _remove_each(word: str, stores: dict[str, Store], *, everything: bool, force
                 store.remove_referrers(digest)
         stores[store.path] = store
         yield _Removed(word, store.path, digest, names, left)
+
+
+def _check_migrations(store: Store, wanted: str, digest: str) -> None:
+    """Refuse to remove what may be needed to continue a container here, if it does not run on another host.
+
+    Raises GpusnapError, LayoutError.
+    """
+    entries = [each for each in store.entries() if each.descriptor.digest == digest]
+    if wanted in {each.name for each in entries} and len(entries) > 1:
+        return  # it keeps another name
+    notes: Mapping[str, str] = {}
+    with suppress(OciError):  # a damaged one, or another tool's
+        notes = artifact.read(entries[0].descriptor, store.read).annotations
+    try:
+        migrations.check_last(notes.get(CONTAINER_ID, ""), notes.get(CREATED, ""))
+        migrations.check(digest)
+    except GpusnapError as error:
+        error.add_hint("gpusnap rm --force removes the checkpoint for good")
+        raise
 
 
 def _to_remove(store: Store, wanted: str, *, everything: bool) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records import manifest_file as drafts
 from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import conmon
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.run import invoke
 from gpusnap.runtime_shim.settings import Nvidia
@@ -1011,5 +1012,39 @@ def test_podman_is_killed_before_the_dump(scene: Scene, monkeypatch: pytest.Monk
     assert (done.code != 0) is ends
     if ends:
         assert "Podman ended before the container was dumped" in done.sentence()
+        assert proc.is_running(pid)
+        assert scene.all_running()
+
+
+@pytest.mark.parametrize("caller", ["podman", "docker", "script", "init", "somebody"])
+def test_podman_is_killed_before_anybody_looks(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caller: str
+) -> None:
+    """Its container and its directory say whose checkpoint it is: the container is not touched."""
+    (pid,) = scene.gpu_processes(1)
+    if caller != "somebody":
+        scene.image = scene.bundle / "checkpoint"
+    real, programs = proc.comm, {"podman": "podman", "docker": "docker"}
+    readlink = os.readlink
+    monkeypatch.setattr(proc, "list_ancestors", lambda each: [76] if caller == "script" else [])
+    monkeypatch.setattr(conmon, "podman_of", lambda words, container: ("/usr/bin/podman",))
+    monkeypatch.setattr(os, "getppid", lambda: 77)
+    comms = {76: "podman", 77: programs.get(caller, "init")}
+    monkeypatch.setattr(proc, "comm", lambda each: comms.get(each) or real(each))
+    # A link to Podman's program, as podman-docker has it.
+    monkeypatch.setattr(
+        os,
+        "readlink",
+        lambda path, **more: (
+            f"/usr/bin/{'podman' if caller == 'docker' else caller}"
+            if path == "/proc/77/exe"
+            else readlink(path, **more)
+        ),
+    )
+    done = scene.checkpoint()
+    assert (done.code != 0) is (caller == "init")
+    if done.code:
+        assert "Podman ended before the container was dumped" in done.sentence()
+        assert scene.driver.of("lock") == []
         assert proc.is_running(pid)
         assert scene.all_running()
