@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.migrations import OutgoingMigration
+from gpusnap.container_hooks.due import DueCommand
 from gpusnap.engines import podman
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import asdict, dataclass
@@ -44,6 +45,7 @@ Kind: TypeAlias = Literal[
     "ended",
     "stopped",
     "paused",
+    "command",
 ]
 """`gpusnap recover --help` explains each (commands/recover.py). The names are public and do not change."""
 
@@ -76,6 +78,7 @@ def list_waiting(
     awake: Sequence[Suspension] = (),
     unnoticed: Sequence[podman.Container] = (),
     paused: Sequence[PausedContainer] = (),
+    due: Sequence[DueCommand] = (),
 ) -> tuple[PendingOperation, ...]:
     """All of these, by container."""
     found = [
@@ -120,6 +123,7 @@ def list_waiting(
         for e in unnoticed
     ]
     found += [PendingOperation(e.container, "paused", False, e.processes, "", e.why) for e in paused]
+    found += [PendingOperation(e.container, "command", False, (), "", e.why, e.found.name) for e in due]
     return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
 
 
@@ -152,7 +156,7 @@ class Names:
 def line(each: PendingOperation, names: Names) -> str:
     """One for people."""
     shown = names.format_name(each.container)
-    if each.kind in ("unknown", "suspended", "ended", "stopped", "leaving", "coming", "paused"):
+    if each.kind in ("unknown", "suspended", "ended", "stopped", "leaving", "coming", "paused", "command"):
         return f"{shown}  {each.why}"
     if each.at_work:
         state = "gpusnap is working on it"

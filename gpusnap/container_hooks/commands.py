@@ -19,11 +19,12 @@ import secrets
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 from gpusnap.base.progress import Progress
+from gpusnap.container_hooks import pairs
+from gpusnap.container_hooks.pairs import CHECKPOINT, PAIRS, SUSPEND, Pair
 from gpusnap.engines import podman
-from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim import settings
 from gpusnap.runtime_shim.base.errors import (
@@ -37,6 +38,8 @@ from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot.records import suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 
 _PODMAN = "podman"
 _TIMEOUT = 30.0
@@ -44,18 +47,7 @@ _TIMEOUT = 30.0
 _MARK = "GPUSNAP_HOOK"
 _LONGEST = 300
 
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A command before, and the one that undoes it or follows, by the names of their annotations."""
-
-    before: str
-    after: str
-
-
-CHECKPOINT = Pair("pre-checkpoint", "post-restore")
-SUSPEND = Pair("pre-suspend", "post-resume")
-_EVENTS = tuple(event for pair in (CHECKPOINT, SUSPEND) for event in (pair.before, pair.after))
+_EVENTS = tuple(event for pair in PAIRS for event in (pair.before, pair.after))
 
 
 def run_before(found: podman.Container, pair: Pair, progress: Progress) -> bool:
@@ -69,7 +61,7 @@ def run_before(found: podman.Container, pair: Pair, progress: Progress) -> bool:
     if not words:
         return False
     try:
-        _run(found, pair.before, progress)
+        _run(found, pair, pair.before, progress)
     except (GpusnapError, KeyboardInterrupt) as error:
         undo(found, pair, progress)
         if isinstance(error, KeyboardInterrupt):
@@ -79,18 +71,49 @@ def run_before(found: podman.Container, pair: Pair, progress: Progress) -> bool:
 
 
 def run_after(found: podman.Container, pair: Pair, progress: Progress, *, done: str = "") -> None:
-    """Run the command after, if defined, in a running container. Raises like `run_before`.
+    """Run the command after, if defined, in a running container; it is due no more. Raises like `run_before`.
 
-    `done`: what has been done even if the command fails, for the error.
+    `done`: what has been done even if the command fails, for the error. If the command cannot be run, or is
+    interrupted, it is still due.
     """
-    if not _words(found, pair.after):
-        return
     try:
-        _run(found, pair.after, progress)
+        if _words(found, pair.after):
+            _run(found, pair, pair.after, progress)
     except ContainerError as error:
+        pairs.close(found.id, pair)
         if not done:
             raise
         raise ContainerError(f"{done}, but {error}", hint=error.hint, code=error.code) from error
+    pairs.close(found.id, pair)
+
+
+def run_after_restore(found: podman.Container, progress: Progress) -> None:
+    """Run the command after in a container that is restored. Raises like `run_around_checkpoint`."""
+    _run_after_alone(found, CHECKPOINT, progress, done="the container is restored")
+
+
+def _run_after_alone(found: podman.Container, pair: Pair, progress: Progress, *, done: str) -> None:
+    """Run the command after, and keep others from beginning a checkpoint or a suspend meanwhile."""
+    with ExitStack() as alone:
+        try:
+            alone.enter_context(_keep_alone(found))
+        except GpusnapError as error:
+            raise ContainerError(f"{done}, but {error}", hint=error.hint, code=error.code) from error
+        run_after(found, pair, progress, done=done)
+
+
+def run_due(found: podman.Container, pair: Pair) -> None:
+    """Run the command after, which a killed gpusnap has not; if it fails, it is still due.
+
+    Raises like `run_before`.
+    """
+    _run(found, pair, pair.after, Progress(shown=False))
+    pairs.close(found.id, pair)
+
+
+def defines(found: podman.Container, event: str) -> bool:
+    """Return whether a container has a command for an event. Raises SettingsError."""
+    return bool(_words(found, event))
 
 
 def undo(found: podman.Container, pair: Pair, progress: Progress) -> None:
@@ -145,6 +168,8 @@ def run_around_checkpoint(
             yield
         if ran and leave_running:
             run_after(found, CHECKPOINT, progress, done="the checkpoint is complete")
+        elif ran:
+            pairs.close(found.id, CHECKPOINT)  # a restore runs it
 
 
 @contextmanager
@@ -157,19 +182,43 @@ def run_around_suspend(engine: str, asked: podman.Inspection) -> Iterator[None]:
         yield
         return
     found = asked.container()
-    with _keep_alone(found), _run_before_and_undo(found, SUSPEND, Progress(shown=False)):
-        yield
+    with _keep_alone(found):
+        with _run_before_and_undo(found, SUSPEND, Progress(shown=False)) as ran:
+            yield
+        if ran:
+            pairs.close(found.id, SUSPEND)  # a resume runs it
 
 
-def run_after_resume(engine: str, container_id: str, asked: podman.Inspection | None = None) -> None:
-    """Run the command after a resume, in the resumed container. Raises SettingsError, ContainerError.
+@contextmanager
+def run_after_resume(suspended: Suspension, asked: podman.Inspection | None = None) -> Iterator[None]:
+    """Run the command after a resume, in the container that the block resumes, unless the block fails.
 
     `asked`: Podman's description, if it was requested by a name or an ID of this container. A container keeps
-    its labels.
+    its labels. Raises SettingsError, ContainerError.
     """
-    if engine == _PODMAN:
-        found = _get_container(container_id, asked)
-        run_after(found, SUSPEND, Progress(shown=False), done=f"{found.name} is resumed")
+    if suspended.engine != _PODMAN:
+        yield
+        return
+    # Whether there is such a command is not known yet, and the container should not wait for Podman's answer.
+    noted = pairs.note_ahead(suspended.container, SUSPEND, init=suspended.init[0])
+    try:
+        yield
+    except BaseException as error:
+        if noted and not _may_be_resumed(suspended, error):
+            pairs.close(suspended.container, SUSPEND)
+        raise
+    found = _get_container(suspended.container, asked)
+    _run_after_alone(found, SUSPEND, Progress(shown=False), done=f"{found.name} is resumed")
+
+
+def _may_be_resumed(suspended: Suspension, error: BaseException) -> bool:
+    """Return whether a resume that has failed may be complete, or may be completed by `gpusnap recover`."""
+    with suppress(GpusnapError):
+        now = suspensions.read(suspended.key)
+        if now is None:  # it is resumed; unless we were interrupted, by another command
+            return isinstance(error, KeyboardInterrupt | Interrupted)
+        return now.stage is not suspensions.Stage.SUSPENDED
+    return True
 
 
 def _get_container(container_id: str, asked: podman.Inspection | None) -> podman.Container:
@@ -181,9 +230,10 @@ def _get_container(container_id: str, asked: podman.Inspection | None) -> podman
     return podman.inspect_container(container_id)
 
 
-def _run(found: podman.Container, event: str, progress: Progress) -> None:
-    """Run a command until its end or its deadline. Raises ContainerError."""
+def _run(found: podman.Container, pair: Pair, event: str, progress: Progress) -> None:
+    """Run a command of a pair until its end or its deadline. Raises ContainerError, GpusnapError."""
     words, seconds, mark = _words(found, event), _timeout(found), secrets.token_hex(16)
+    _note(found, pair, event, mark)
     progress.stage(f"{event} of {found.name}")
     environment = {_MARK: mark, "GPUSNAP_EVENT": event}
     try:
@@ -200,6 +250,19 @@ def _run(found: podman.Container, event: str, progress: Progress) -> None:
         f"{settings.ANNOTATION_PREFIX}hook-timeout gives it more time",
         code="GPS-240",
     )
+
+
+def _note(found: podman.Container, pair: Pair, event: str, mark: str) -> None:
+    """Note that a command is about to be run, and kill the one that a killed gpusnap was running.
+
+    Raises GpusnapError before the first of the pair; the one after is run in any case.
+    """
+    earlier = pairs.find(found.id, pair)
+    if earlier is not None and earlier.mark and not earlier.at_work:
+        _kill_rest(found, earlier.mark)
+    with suppress(GpusnapError) if event == pair.after else nullcontext():
+        if _words(found, pair.after):
+            pairs.note(found.id, pair, init=found.init, mark=mark)
 
 
 def _kill_rest(found: podman.Container, mark: str) -> None:

@@ -34,7 +34,7 @@ from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, is_meant
 
 _UPDATE = "update the driver here"
 _MAP = "change the GPU map"
-_WAIT = "wait for it to end"
+_WAIT = "wait for it to end, or run gpusnap recover if it was killed"
 FREE = "stop the other programs on those GPUs"
 _MODE = "turn MIG off, or set the compute mode to default (nvidia-smi)"
 ELSEWHERE = "restore on a host that has such GPUs"

@@ -116,17 +116,23 @@ def keep_alone(container: str) -> AbstractContextManager[None]:
 def keep_commands_alone(container: str) -> AbstractContextManager[None]:
     """Keep another checkpoint or suspend from beginning while the commands of a container run around one.
 
-    The command after one would undo the command before the other. `container`: its full ID. Raises
-    ContainerError if another process holds this, GpusnapError.
+    Also around a command after a restore or a resume. The command after one would undo the command before the
+    other. `container`: its full ID. Raises ContainerError if another process holds this, GpusnapError.
     """
-    return _hold_lock(_path(f"{container}.commands"), container, patience=_SWEEPING)
+    more = "; a command of the container itself, such as pre-checkpoint, cannot do this"
+    return _hold_lock(_path(f"{container}.commands"), container, patience=_SWEEPING, more=more)
 
 
-def _hold_lock(path: str, container: str, *, patience: float = 0) -> AbstractContextManager[None]:
-    """Have the lock of a container's orders, or fail once `patience` (seconds) is over."""
+def _hold_lock(
+    path: str, container: str, *, patience: float = 0, more: str = ""
+) -> AbstractContextManager[None]:
+    """Have the lock of a container's orders, or fail once `patience` (seconds) is over.
+
+    `more`: of the hint.
+    """
     busy = ContainerError(
         f"another gpusnap checkpoint, suspend or resume of the container {container[:12]} is in progress",
-        hint="wait until it has finished",
+        hint=f"wait until it has finished{more}",
         code="GPS-020",
     )
     return state_files.lock(

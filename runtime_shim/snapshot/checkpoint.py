@@ -124,7 +124,7 @@ def checkpoint(
             call, real, settings, driver, container, Transaction(), pages, asleep=asleep, remover=remover
         )
         job.podman = _find_podman(job)
-        with _name_whole_failure(job), job.claims, _hold_dump(job) as held, job.transaction as transaction:
+        with _name_whole_failure(job), _hold_dump(job) as held, job.transaction as transaction:
             with transaction.step("inspect"):
                 _check_podman(job)
                 _inspect(job)
@@ -489,8 +489,6 @@ def _finish_image(job: CheckpointJob, draft: Draft) -> None:
     """After the dump: resume the container if it shall run on, make the image durable, write its manifest."""
     assert job.record is not None
     failure = _resume(job) if job.runs_on and job.asleep is None else None
-    if not job.runs_on and job.remover is None:
-        job.claims.close()  # the container has ended
     try:
         if job.runs_on:
             if failure is None:  # else `gpusnap recover` may try again

@@ -23,6 +23,7 @@ from support import DEADLINE, Container, Done, faults, good, no_faults_after, po
 
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.records import reservations
 
 JOURNAL = Path("/run/gpusnap/journal")
 ENDS_AT_DUMP = ("--tcp-established",)
@@ -656,6 +657,11 @@ def interrupted_export(
         signal_all(podmans, signal.SIGCONT)
 
 
+def reserved_gpu_memory() -> int:
+    """Bytes, on all GPUs."""
+    return sum(size for name, size in reservations.read_reserved().items() if name.startswith("GPU-"))
+
+
 def guardians(command: int) -> list[int]:
     """The processes that would notice that a command is killed."""
     return [pid for pid in started(command) if "gpusnap-guardian" in proc.command(pid)]
@@ -738,6 +744,7 @@ def test_podman_is_killed_while_it_exports(store: Store, whom: str) -> None:
     with interrupted_export(container) as (child, podmans):
         assert "gpusnap is working on it" in gpusnap("recover", "--list").out
         assert frozen(init), "no process of it runs after the dump"
+        assert reserved_gpu_memory(), "it may have to run on"
         if whom == "all":
             signal_all(guardians(child.pid), signal.SIGKILL)
         if whom != "podman":
@@ -747,7 +754,9 @@ def test_podman_is_killed_while_it_exports(store: Store, whom: str) -> None:
     if whom == "both":
         until(lambda: not list(JOURNAL.glob(f"{container.id}@*.json")), "its guardian lets it run on")
     if whom == "all":
+        assert reserved_gpu_memory()
         assert f"w ({container.id[:12]})  running: " in good(gpusnap("recover"))
+    assert not reserved_gpu_memory()
     if whom != "podman":
         good(gpusnap("gc"))  # what Podman has exported
     else:

@@ -47,7 +47,7 @@ from suspendhost import (
 from gpusnap.engines import podman as engine
 from gpusnap.runtime_shim.base.errors import AlreadyPaused
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspensions
 
 SUSPEND_STEPS = ("inspect", "pause", "look", "hold", "lock", "driver checkpoint", "pages", "freeze")
 MOMENTS = 8
@@ -307,6 +307,28 @@ def test_a_resume_during_a_checkpoint(small_gpus: None, tmp_path: Path) -> None:
     container.goes_on()
     container.remove()
     resumed(other)
+    nothing_left()
+
+
+@pytest.mark.parametrize("then", ["recover", "ends"])
+def test_a_resume_after_a_killed_checkpoint(small_gpus: None, tmp_path: Path, then: str) -> None:
+    """The memory waits for the container until it has it again, which `recover` sees to, or has ended."""
+    other = Container.start("other", "--mib", "32", gpus=("0",))
+    suspended(other)
+    container = Container.start("w", "--mib", "32", gpus=("0",))
+    with dumping(container, tmp_path) as (runtime, shim):
+        os.kill(runtime.caller, signal.SIGKILL)
+        runtime.let_go()
+        shim.communicate(timeout=60)
+    assert "reserved by another restore or checkpoint; " in sentence(gpusnap("resume", "other"))
+    if then == "recover":
+        good(gpusnap("recover", container.id))
+        assert reservations.read_reserved() == {}
+        container.goes_on()
+    container.remove()
+    assert reservations.read_reserved() == {}
+    resumed(other)
+    good(gpusnap("recover"))
     nothing_left()
 
 

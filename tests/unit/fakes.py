@@ -541,16 +541,13 @@ class Scene:
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
         from gpusnap.runtime_shim.snapshot import restore
-        from gpusnap.runtime_shim.snapshot.gpu_processes import job
-        from gpusnap.runtime_shim.snapshot.restoring import plan as restore_plan
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
         monkeypatch.setattr(remap, "_has_hosts_dev", lambda init: False)  # though these processes share it
         monkeypatch.setattr(journal, "FOLDER", str(folder / "gpusnap" / "journal"))
         monkeypatch.setattr(dispatch, "JOURNAL", journal.FOLDER)
         self.room = str(folder / "gpusnap" / "room")
-        for module in (restore_plan, job):
-            monkeypatch.setattr(module, "claim", lambda: reservations.claim(self.room))
+        monkeypatch.setattr(reservations, "FOLDER", self.room)
 
     def __enter__(self) -> Scene:
         return self

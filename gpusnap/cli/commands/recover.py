@@ -19,6 +19,8 @@ from gpusnap.cli import recover_list, store_tables
 from gpusnap.cli.json_output import print_json
 from gpusnap.cli.options.container_names import check_not_empty
 from gpusnap.cli.recover_list import Names
+from gpusnap.container_hooks import due as due_commands
+from gpusnap.container_hooks.due import DueCommand
 from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.records import Record
@@ -176,6 +178,11 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
     lists as running or paused is never killed.
 
+    If gpusnap was killed between the two commands of a container that names some (`io.gpusnap.pre-checkpoint`
+    and the like), or before the one after a restore or a resume, that one is run. If this is not possible
+    now, because the container is paused, suspended or stopped, it is named, with what runs it. A command that
+    fails is run again by the next recover.
+
     A pod's container that containerd has paused is named, with the command that resumes it: containerd leaves
     it paused if the caller of a checkpoint, such as kubelet, did not wait for its end. So is one that runs,
     but is paused by containerd's record.
@@ -188,14 +195,16 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     suspended, but Podman lists it as running, or a thread of it would receive no signal; `ended`: it has
     ended, but Podman was killed before it cleaned up; `stopped`: a killed `gpusnap checkpoint --to
     oci:DIR` stopped it, and Podman can restore it (why has the command); `paused`: containerd has paused a
-    pod's container, or has it as paused (why has the command). Later versions may add kinds. What else is
-    left in stores and archives is not in the list.
+    pod's container, or has it as paused (why has the command); `command`: a killed gpusnap has not run the
+    container's own command after a checkpoint, a suspend or a restore (why names it). Later versions may add
+    kinds. What else is left in stores and archives is not in the list.
     """
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")
     require_root("recover")
     if left_stopped:  # operations/checkpointing/guardian.py
         bring_back(container or "", needed_driver, settings_file.load().memory)
+        due_commands.run_all(container or "")
         return
     sweep_suspended()
     unreadable: dict[str, GpusnapError] = {}
@@ -213,6 +222,7 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     moved = set(moves.ids())
     unnoticed = tuple(each for each in unnoticed if each.id not in moved)
     paused = left_paused.list_paused()
+    due = due_commands.list_due(unreadable)
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:
@@ -220,7 +230,7 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
         ids += [each.id for each in unnoticed] + moves.ids() + _list_handed_over(stores)
-        ids += [each.container for each in paused]
+        ids += [each.container for each in paused] + [each.container for each in due]
         container = wanted = unknown_containers.choose_id(container, ids)
         moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
@@ -230,10 +240,11 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
         unreadable = {key: error for key, error in unreadable.items() if container_key.id_of(key) == wanted}
         unnoticed = tuple(each for each in unnoticed if each.id == wanted)
         paused = tuple(each for each in paused if each.container == wanted)
+        due = tuple(each for each in due if each.container == wanted)
         for error in lost.values():  # it may be of this container
             click.echo(error.sentence(), err=True)
         lost = {}
-        if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed or paused):
+        if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed or paused or due):
             failures: list[GpusnapError] = []
             stored = not only_list and _store_memory(stores, Names(), failures, container)
             _say_nothing(container, stores, known=wanted in ids, as_json=as_json, is_done=stored)
@@ -246,14 +257,15 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     if only_list:
         asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
         asked = asleep if container is None else None
-        _list(found, cut_off, up, moving, moves, asked, unnoticed, paused, failed, as_json=as_json)
+        _list(found, cut_off, up, moving, moves, asked, unnoticed, paused, due, failed, as_json=as_json)
     elif container is not None and not (
-        found or cut_off or moving or moves.ids() or unnoticed or paused or failed
+        found or cut_off or moving or moves.ids() or unnoticed or paused or due or failed
     ):
         _end_unknown(container, up)
     else:
         places = _list_stores() if unnoticed else []
         last = [*((each.id, partial(in_podman.note_end, each, places)) for each in unnoticed), *failed]
+        last += [(each.container, partial(due_commands.run, each)) for each in due]
         _recover_and_say(container, found, cut_off, moving, moves, last)
 
 
@@ -332,6 +344,7 @@ def _list(
     asleep: Sequence[Suspension] | None,
     unnoticed: Sequence[podman.Container],
     paused: Sequence[PausedContainer],
+    due: Sequence[DueCommand],
     failed: Sequence[_Action],
     *,
     as_json: bool,
@@ -344,7 +357,7 @@ def _list(
     path = settings_file.load().store.path
     awake = [each for each in asleep or () if suspending.is_awake(each)]
     waits = recover_list.list_waiting(
-        found, cut_off, unknown, moving, moves.leaving, moves.coming, awake, unnoticed, paused
+        found, cut_off, unknown, moving, moves.leaving, moves.coming, awake, unnoticed, paused, due
     )
     names = Names({each.container: each.name for each in moving})
     stopped, left, memory = _StoppedContainers((), {}), tuple[LeftExport, ...](), False
@@ -459,6 +472,7 @@ def _recover_and_say(
     scratch_files.sweep_all()
     if container is None:
         recovery.sweep()
+        due_commands.sweep()
         settings = settings_file.load()
         sweep_suspended(settings.store.path)
         chunk_cache.remove_stale(settings.memory)

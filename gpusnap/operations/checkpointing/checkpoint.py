@@ -451,6 +451,7 @@ def _is_suspended(found: podman.Container) -> bool:
     if suspension is None or not suspension.is_alive:
         return False
     if suspension.stage is not suspensions.Stage.SUSPENDED:
+        suspension.check_not_at_work()
         raise suspensions.make_unfinished_error(suspension)
     return True
 

@@ -27,6 +27,7 @@ from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import ARCHIVE, PIECE
 from gpusnap.checkpoints.formats.podman import give_out
 from gpusnap.checkpoints.names import store_name
+from gpusnap.container_hooks import pairs
 from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import (
@@ -333,8 +334,13 @@ class PodmanRestore:
 
         def restored(container: str) -> None:
             self.container = RestoredContainer(container, shown_name, choice.of.annotated)
+            if choice.of.annotated and container != known:
+                pairs.note_ahead(container, pairs.CHECKPOINT)
 
-        with volumes.report_kept_volumes(choice), board() as shown:
+        # A container with another name gets another ID.
+        is_known = choice.of.annotated and name == choice.of.name
+        known = choice.of.container if is_known and (ended or choice.of.container not in before) else ""
+        with volumes.report_kept_volumes(choice), self._note_command(known), board() as shown:
             if shown is not None:
                 chosen[VARIABLE] = shown.path
             tick = self.progress.follow(shown, "restore", measure)
@@ -358,6 +364,23 @@ class PodmanRestore:
                     _import(lambda: run(["--import", archive, *wanted.options()]), name, before)
         assert self.container is not None
         return self.container
+
+    @contextmanager
+    def _note_command(self, container: str) -> Iterator[None]:
+        """Note that the command after a restore is due, unless the block fails before the container runs.
+
+        `container`: its ID; "" if it has no such command, or no known ID yet.
+        """
+        earlier = pairs.find(container, pairs.CHECKPOINT)
+        noted = bool(container) and pairs.note_ahead(container, pairs.CHECKPOINT)
+        try:
+            yield
+        except Killed:
+            raise  # Podman's runtime may complete it
+        except BaseException:
+            if noted and self.container is None:
+                pairs.put_back(container, pairs.CHECKPOINT, earlier)
+            raise
 
 
 def _check_files(path: str) -> PodmanObjects:

@@ -11,7 +11,8 @@ from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.offline import find_offline_copy
-from gpusnap.container_hooks.commands import CHECKPOINT, run_after
+from gpusnap.container_hooks.commands import run_after_restore
+from gpusnap.container_hooks.pairs import CHECKPOINT
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError, RegistryError
@@ -120,7 +121,7 @@ def _make_interrupted(found: RestoredContainer) -> Interrupted:
     name = found.name or found.id
     error = Interrupted(f"interrupted, but the container {name} is restored already")
     if found.annotated:
-        error.add_hint(f"if it has a command {CHECKPOINT.after}, that was not run (podman inspect {name})")
+        error.add_hint(f"if it has a command {CHECKPOINT.after}, that was not run: gpusnap recover runs it")
     return error
 
 
@@ -145,7 +146,7 @@ def _run_command(found: RestoredContainer, progress: Progress) -> str:
             ) from error
         _note_afterwards(error)
         return found.id
-    run_after(container, CHECKPOINT, progress, done="the container is restored")
+    run_after_restore(container, progress)
     return container.name
 
 

@@ -41,6 +41,8 @@ class PodmanObjects:
     """The container's name in the checkpoint: any text, if the checkpoint is from elsewhere."""
     annotated: bool = False
     """It may have annotations or labels of ours."""
+    container: str = ""
+    """The container's ID in the checkpoint: likewise any text."""
 
 
 def list_volumes(config: bytes) -> tuple[str, ...]:
@@ -55,7 +57,7 @@ def list_volumes(config: bytes) -> tuple[str, ...]:
 def find_objects(found: Iterable[Entry]) -> PodmanObjects:
     """Return the volumes of a checkpoint, by the entries of its archive or of its records."""
     names: tuple[str, ...] = ()
-    pod = name = ""
+    pod = name = container = ""
     there: set[str] = set()
     annotated = False
     for entry in found:
@@ -65,9 +67,10 @@ def find_objects(found: Iterable[Entry]) -> PodmanObjects:
             if entry.name == FIRST[0]:
                 names = list_volumes(content)
                 pod, name = read_text(content, "pod"), read_text(content, "name")
+                container = read_text(content, "id")
         elif volume := records.name_of(entry.name) or records.name_in_chunks(entry.name):
             there.add(volume)
-    return PodmanObjects(names, frozenset(there), pod, name, annotated)
+    return PodmanObjects(names, frozenset(there), pod, name, annotated, container)
 
 
 def read_text(config: bytes, key: str) -> str:

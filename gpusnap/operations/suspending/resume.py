@@ -49,7 +49,7 @@ def resume_this(
     """
     began = time.monotonic()
     engine = targets.engine_of(found)
-    with overrides.keep_alone(found.container):
+    with run_after_resume(found, asked), overrides.keep_alone(found.container):
         try:
             done, steps = resuming.resume(
                 found.key, settings, driver, engine, request=request, loading=loading
@@ -57,5 +57,4 @@ def resume_this(
         except resuming.NoRoom as error:
             make_way.propose(error, found, driver, request)
             raise
-    run_after_resume(found.engine, found.container, asked)
     return MovedContainer(done, time.monotonic() - began, steps)

@@ -55,6 +55,7 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
     _check_order(out, into, early)
     found = targets.find_suspended(into, second)
     if found.stage is not Stage.SUSPENDED:
+        found.check_not_at_work()
         raise suspensions.make_unfinished_error(found)
     target = targets.find_running(out, first)
     container = target[1]

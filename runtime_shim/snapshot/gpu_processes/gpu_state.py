@@ -165,14 +165,16 @@ def suspend(
     *,
     timeout: float,
     standing: Callable[[], object] = tuple,
+    taken: Callable[[int], object] = int,
     held: Collection[int] = (),
     look: Callable[[], object] | None = None,
 ) -> None:
     """Stop locked processes, and make the driver take their GPU state, all at the same time.
 
-    `timeout`: seconds for the stop. `standing` is called after the stop, and `look` several times a second
-    while the driver works. Processes in `held` were stopped
-    before, and are stopped after a failure, too. Raises GpusnapError; `resume` undoes whatever was done.
+    `timeout`: seconds for the stop. `standing` is called after the stop, `taken` with the PID of each process
+    whose GPU state has been taken, and `look` several times a second while the driver works. Processes in
+    `held` were stopped before, and are stopped after a failure, too. Raises GpusnapError; `resume` undoes
+    whatever was done.
     """
     try:
         stop(pids, timeout=timeout)
@@ -182,10 +184,12 @@ def suspend(
         go_on(pid for pid in pids if pid not in held)
         raise
     standing()
-    run_at_once(partial(_suspend, driver, pages, held), pids, look=look).raise_first()
+    run_at_once(partial(_suspend, driver, pages, held, taken), pids, look=look).raise_first()
 
 
-def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> None:
+def _suspend(
+    driver: Driver, pages: Pages, held: Collection[int], taken: Callable[[int], object], pid: int
+) -> None:
     @contextmanager
     def lent(pid: int, tid: int) -> Iterator[Tracer]:
         with pages.run_driver_thread(pid, tid) as done:
@@ -200,6 +204,7 @@ def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> N
         if pid not in held:
             go_on([pid])  # its driver's thread cannot be traced, nor could an undo trace it
         raise
+    taken(pid)
 
 
 def is_suspended(driver: Driver, pid: int) -> bool:

@@ -11,7 +11,7 @@ from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, make_unforeseen
 from gpusnap.runtime_shim.base.log import say
 from gpusnap.runtime_shim.base.transaction import Transaction, name_recover
-from gpusnap.runtime_shim.gpu import holders, sum_by_gpu
+from gpusnap.runtime_shim.gpu import holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
@@ -29,7 +29,7 @@ from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, reservations
 from gpusnap.runtime_shim.snapshot.records.reservations import RAM, STEP, GpuClaim, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
@@ -80,8 +80,6 @@ class CheckpointJob:
     """The PID of the Podman that ordered the checkpoint; 0 if somebody else did, -1 if it has ended."""
     on_disk: bool = True
     """Whether it is written to a disk; a suspended container only goes to RAM."""
-    claims: ExitStack = field(default_factory=ExitStack)
-    """Keeps other gpusnaps from giving away, until it is closed, the GPU memory that its processes used."""
     end_early_claim: Callable[[], object] = lambda: None
     """Ends an earlier claim on the RAM for its processes, once that is claimed here; may be called again."""
 
@@ -261,7 +259,6 @@ def resume_all(job: CheckpointJob) -> None:
     finally:
         _leave_alone(job)
         _note_calls(job)
-    job.claims.close()
 
 
 def _list_needs(job: CheckpointJob) -> dict[int, list[tuple[str, int]]]:
@@ -275,6 +272,7 @@ def _list_needs(job: CheckpointJob) -> dict[int, list[tuple[str, int]]]:
 def _check_process(job: CheckpointJob, pid: int) -> None:
     """Check, before a process continues, that its memory is its own, and no longer keep it stopped."""
     transfer.replace_staged_memory(job.container.key, pid)
+    reservations.release(job.container.key, pid)
     if job.guard is not None:
         job.guard.release(pid)
 
@@ -333,9 +331,15 @@ def _suspend_these(job: CheckpointJob, fresh: Sequence[proc.Process]) -> None:
         elif plugin.into_memory:
             space.check_memory(used, job.container.pid)
         _take_off(job, records, all_bytes, filling)
-        if filling is not None and job.on_disk:
-            filling.end(sum_by_gpu(needs for pid, needs in _list_needs(job).items() if pid in records))
-            job.claims.push(room.pop_all())
+
+
+def _reserve(job: CheckpointJob, pid: int) -> None:
+    """Keep other gpusnaps from giving away what a process used, until it has it again or has ended.
+
+    One that is suspended does without: its GPUs are for others.
+    """
+    if job.on_disk:
+        reservations.keep_for(job.container.key, pid, dict(_list_needs(job)[pid]))
 
 
 class _Filling:
@@ -357,10 +361,6 @@ class _Filling:
             if filled - self._told >= STEP:
                 self._told = filled
                 self._claimed.change({RAM: max(0, self._need - filled)})
-
-    def end(self, freed: Mapping[str, int]) -> None:
-        """Claim the GPU memory that the driver has just freed instead, bytes by UUID."""
-        self._claimed.change(freed)
 
 
 def _take_off(
@@ -403,6 +403,7 @@ def _take_off(
                 job.pages,
                 timeout=timeout,
                 standing=standing,
+                taken=partial(_reserve, job),
                 held=job.held,
                 look=filling.look,
             )

@@ -14,6 +14,8 @@
         <key>.thawed             a container that `recover` has left running, and that its engine may take for
                                  paused (gpu_processes/paused_container.py); it stays until the next resume
         <key>.images             which images were in the directory before CRIU began to write into it
+        <ID>.pre-checkpoint      a command of the container is due, see gpusnap/container_hooks/pairs.py
+        <ID>.pre-suspend
         <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next fsync would not
                                  report: they do not count as complete
     /run/gpusnap/restored/
@@ -54,6 +56,7 @@ from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved
 from gpusnap.runtime_shim.records.manifest import FOLDER as FOLDER_IN_IMAGE
 from gpusnap.runtime_shim.records.manifest import RegionRecord
 from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.snapshot.records import reservations
 
 FOLDER = "/run/gpusnap/journal"
 _VERSION = 2
@@ -270,6 +273,7 @@ def remove(key: str) -> None:
         for name in os.listdir(FOLDER):
             if re.fullmatch(rf"{re.escape(key)}\.\d+\.(thread|idle)", name, re.ASCII):
                 state_files.remove(os.path.join(FOLDER, name))
+    reservations.release_all(key)
     for kind in (UNSYNCED, IMAGES, NEEDS):
         state_files.remove(_path(key, kind))
     state_files.remove(_path(key, "json"))

@@ -9,6 +9,7 @@ because the kernel would kill a process if there is too little:
     /run/gpusnap/room/        0700, gone after a reboot
         lock                  locked (flock) from before the inventory is read until the claim is written
         PID-….json            {"pid": 123, "start": 4567, "bytes": {"GPU-…": 1048576}}, one per claim
+        KEY.PID.json          the same, for a process of the container KEY: what a checkpoint of it has freed
 
     with claim() as room:
         …                     read the inventory, plan with room.reserved
@@ -16,8 +17,10 @@ because the kernel would kill a process if there is too little:
         room.change({uuid: m})  all but m bytes of it are used: those are no longer free
         …                     restore
 
-A file counts while the process that wrote it lives, so a killed restore needs no cleanup. Files are written
-only under the lock. So a file that the holder of the lock cannot parse belongs to no living process, and is
+A file counts while the process that it names lives, so a killed restore needs no cleanup. That is the one
+which wrote it; for what a checkpoint has freed, it is the process that will need it again, even if gpusnap is
+killed or has left it stopped (`keep_for`). `journal.remove` removes these. Files are written only under the
+lock, or replaced. So a file that the holder of the lock cannot parse belongs to no living process, and is
 removed.
 """
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
@@ -60,14 +64,14 @@ _MAX_START = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What one restore has claimed."""
+    """What is claimed for one process."""
 
     pid: int
     start: int
     bytes: Mapping[str, int]
 
     def is_alive(self) -> bool:
-        return proc.is_same(self.pid, self.start)
+        return proc.is_still_running(self.pid, self.start)
 
 
 class GpuClaim:
@@ -100,11 +104,10 @@ class GpuClaim:
             self._write(wanted)
 
     def _write(self, wanted: Mapping[str, int]) -> None:
-        pid, start = state_files.owner()
-        if not start:
+        owner = state_files.owner()
+        if not owner[1]:
             raise GpusnapError(f"{proc.PROC} does not show this process", hint=f"mount {proc.PROC}")
-        entry = {"pid": pid, "start": start, "bytes": dict(wanted)}
-        state_files.write(self._path, json.dumps(entry).encode())
+        _write_entry(self._path, owner, wanted)
 
     def _leave(self) -> None:
         with contextlib.suppress(OSError):  # if it stays, it counts only while this process lives
@@ -119,21 +122,8 @@ def claim(folder: str | None = None, *, patience: float = PATIENCE) -> Iterator[
     than `patience` seconds.
     """
     folder = folder or FOLDER
-    path = os.path.join(folder, _LOCK)
-    busy = GpusnapError(
-        f"another gpusnap has kept {folder} locked for more than {patience:g} s",
-        hint=f"try again; run fuser {path} to see which process has it open",
-    )
     with contextlib.ExitStack() as lock:
-        _make_folder(folder)
-        lock.enter_context(
-            state_files.lock(
-                path,
-                patience=patience,
-                busy=lambda: busy,
-                failed=lambda error: _make_unusable_error(folder, error),
-            )
-        )
+        lock.enter_context(_hold_lock(folder, patience))
         try:
             room = GpuClaim(folder, lock)
         except OSError as error:
@@ -142,6 +132,21 @@ def claim(folder: str | None = None, *, patience: float = PATIENCE) -> Iterator[
             yield room
         finally:
             room._leave()
+
+
+def _hold_lock(folder: str, patience: float) -> contextlib.AbstractContextManager[None]:
+    path = os.path.join(folder, _LOCK)
+    busy = GpusnapError(
+        f"another gpusnap has kept {folder} locked for more than {patience:g} s",
+        hint=f"try again; run fuser {path} to see which process has it open",
+    )
+    _make_folder(folder)
+    return state_files.lock(
+        path,
+        patience=patience,
+        busy=lambda: busy,
+        failed=lambda error: _make_unusable_error(folder, error),
+    )
 
 
 def read_reserved(folder: str | None = None) -> Mapping[str, int]:
@@ -163,8 +168,46 @@ def read_reserved(folder: str | None = None) -> Mapping[str, int]:
         ) from error
 
 
+def keep_for(key: str, pid: int, wanted: Mapping[str, int]) -> None:
+    """Claim what the driver has just freed of a container's process for that, bytes by UUID.
+
+    `key`: the container's. It counts until `release`, or until the process ends. If it cannot be written,
+    nothing is claimed: the process is stopped already, and must not stay so because of this.
+    """
+    owner = state_files.owner(pid)
+    if not owner[1]:
+        return  # it has ended
+    with contextlib.ExitStack() as lock, contextlib.suppress(OSError):
+        with contextlib.suppress(GpusnapError):
+            lock.enter_context(_hold_lock(FOLDER, PATIENCE))
+        _write_entry(_get_path(key, pid), owner, wanted)
+
+
+def release(key: str, pid: int) -> None:
+    """Claim no longer what was claimed for a process of a container: it has it again."""
+    with contextlib.suppress(OSError):
+        state_files.remove(_get_path(key, pid))
+
+
+def release_all(key: str) -> None:
+    """Claim nothing for processes of a container any longer: they have it again, or have ended."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(FOLDER):
+            if re.fullmatch(rf"{re.escape(key)}\.\d+\.json(\.new)?", name, re.ASCII):
+                os.unlink(os.path.join(FOLDER, name))
+
+
+def _get_path(key: str, pid: int) -> str:
+    return os.path.join(FOLDER, f"{key}.{pid}.json")
+
+
+def _write_entry(path: str, owner: tuple[int, int], wanted: Mapping[str, int]) -> None:
+    pid, start = owner
+    state_files.write(path, json.dumps({"pid": pid, "start": start, "bytes": dict(wanted)}).encode())
+
+
 def sweep(folder: str | None = None) -> None:
-    """Remove the claims of killed processes, which no longer count. What cannot be removed stays."""
+    """Remove the claims of processes that have ended, which no longer count. What cannot be removed stays."""
     folder = folder or FOLDER
     if not os.path.isdir(folder):
         return

@@ -29,7 +29,7 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.driver_calls import let_finish
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Needs, Pairs, is_suspended, resume
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, reservations
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
 from gpusnap.runtime_shim.snapshot.recovery import held_threads
 from gpusnap.runtime_shim.stopping.stop import Guard, go_on, stop
@@ -117,6 +117,7 @@ def _find_needs(entry: Entry, driver: Driver, there: Iterable[JournalProcess]) -
 def _check_process(entry: Entry, guard: Guard, pid: int) -> None:
     """Check, before a process continues, that its memory is its own, and no longer keep it stopped."""
     transfer.replace_staged_memory(entry.key, pid)
+    reservations.release(entry.key, pid)
     guard.release(pid)
 
 

@@ -17,6 +17,7 @@ from kept_checkpoints import an_archive, keep
 from gpusnap.base.progress import Progress
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.container_hooks import commands
+from gpusnap.container_hooks.pairs import CHECKPOINT, SUSPEND
 from gpusnap.engines import podman
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
@@ -250,6 +251,26 @@ def test_wrong_values(fake: FakePodman, annotations: dict[str, str], said: str) 
     assert fake.calls() == []
 
 
+def test_others_after_a_restore_or_a_resume(fake: FakePodman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands after these, too, run while no checkpoint or suspend begins; and not during one."""
+    monkeypatch.setattr(overrides, "_SWEEPING", 0.0)
+    has(fake, BOTH)
+    found = podman.inspect_container("w")
+    (fake.folder / "exec.sh").write_text(f"ls {overrides.FOLDER} >>$F/locked\n")
+    commands.run_after_restore(found, QUIET)
+    assert (fake.folder / "locked").read_text() == f"{ID}.commands.lock\n"
+    with overrides.keep_commands_alone(ID), pytest.raises(ContainerError) as raised:
+        commands.run_after_restore(found, QUIET)
+    assert str(raised.value) == (
+        "the container is restored, but another gpusnap checkpoint, suspend or resume of the container "
+        "abababababab is in progress"
+    )
+    assert raised.value.hint.endswith(
+        "; a command of the container itself, such as pre-checkpoint, cannot do this"
+    )
+    assert order(fake) == ["sh -c wake up"]
+
+
 def test_after_a_restore(fake: FakePodman, store: Store, tmp_path: Path) -> None:
     """In the restored container; where it fails, that is an error, and the container runs."""
     has(fake, BOTH, status="exited")
@@ -267,4 +288,4 @@ def test_after_a_restore(fake: FakePodman, store: Store, tmp_path: Path) -> None
 def test_the_runtime_does_not_take_them_for_settings() -> None:
     """Only the command reads them."""
     assert apply_annotations(Settings(), {f"io.gpusnap.{name}": "x" for name in OF_THE_COMMAND}) == Settings()
-    assert {commands.CHECKPOINT.before, commands.SUSPEND.before, commands.SUSPEND.after} < set(OF_THE_COMMAND)
+    assert {CHECKPOINT.before, SUSPEND.before, SUSPEND.after} < set(OF_THE_COMMAND)

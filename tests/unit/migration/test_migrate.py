@@ -22,7 +22,7 @@ from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.migrations import OutgoingMigration
-from gpusnap.container_hooks.commands import CHECKPOINT
+from gpusnap.container_hooks.pairs import CHECKPOINT
 from gpusnap.engines import podman
 from gpusnap.migration import migrate, unfinished
 from gpusnap.migration.link import Destination, Route

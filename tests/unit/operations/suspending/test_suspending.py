@@ -113,12 +113,17 @@ def test_the_command_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
         return podman.Container(wanted, "another", "crun", "running", init=1)
 
     monkeypatch.setattr(podman, "inspect_container", container)
-    monkeypatch.setattr(commands, "run_after", lambda found, *_, **__: ran.append(found.name))
-    commands.run_after_resume("podman", "aaaa0001", Asked(llama="aaaa0001").by("llama"))
+    monkeypatch.setattr(commands, "_run_after_alone", lambda found, *_, **__: ran.append(found.name))
+
+    def resume(engine: str, wanted: str, given: podman.Inspection) -> None:
+        with commands.run_after_resume(replace(ONE, engine=engine, key=wanted), given):
+            pass
+
+    resume("podman", "aaaa0001", Asked(llama="aaaa0001").by("llama"))
     assert (ran, asked) == (["llama"], [])
-    commands.run_after_resume("podman", "aaaa0002", Asked(llama="aaaa0001").by("llama"))
-    commands.run_after_resume("podman", "aaaa0003", Asked().by("qwen"))
-    commands.run_after_resume("containerd", "llama", Asked().by("llama"))
+    resume("podman", "aaaa0002", Asked(llama="aaaa0001").by("llama"))
+    resume("podman", "aaaa0003", Asked().by("qwen"))
+    resume("containerd", "llama", Asked().by("llama"))
     assert (ran, asked) == (["llama", "another", "another"], ["aaaa0002", "aaaa0003"])
 
 

@@ -126,6 +126,15 @@ def test_a_second_whose_resume_was_killed(swap: Swap) -> None:
     assert (swap.resumed, set(swap.files)) == ([], {"in"})
 
 
+def test_a_second_that_is_being_resumed(swap: Swap) -> None:
+    """The other gpusnap is at work: it is not said to be dead, and recover would not help."""
+    swap.files["in"] = replace(on_file("in", Stage.RESUMING), owner=state_files.owner(os.getppid()))
+    with pytest.raises(GpusnapError, match="is still working on container in") as raised:
+        swap.run()
+    assert raised.value.code == "GPS-020"
+    assert swap.resumed == []
+
+
 def test_neither(swap: Swap) -> None:
     """Both hints are told: the first one says how to finish what holds the GPU."""
     swap.fails("in", GpusnapError("Podman said no", hint="gpusnap recover in tries again"), Stage.RESUMED)

@@ -167,7 +167,8 @@ def test_reserved() -> None:
     found = plan_assignment([old(0, "a")], MADE_WITH, host, reserved=both)
     assert reasons(found) == ["reserved by another restore or checkpoint"] * 2
     assert message(found).endswith(
-        "GPU 0 and 1: reserved by another restore or checkpoint; wait for it to end"
+        "GPU 0 and 1: reserved by another restore or checkpoint; wait for it to end, or run "
+        "gpusnap recover if it was killed"
     )
     found = plan_assignment([old(0, "a", used=30 * GIB)], MADE_WITH, host, reserved=both)
     assert reasons(found) == ["10.0 GiB free, 30.0 GiB needed"] * 2

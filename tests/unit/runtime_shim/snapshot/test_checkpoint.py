@@ -159,19 +159,33 @@ def test_what_is_filled_is_claimed_no_more(scene: Scene, monkeypatch: pytest.Mon
 def test_gpu_memory_is_reserved(scene: Scene, options: list[str], script: str, ends: int) -> None:
     """From when it is freed until the processes have it again, or have ended: others plan without it."""
     pids = scene.gpu_processes(2)
-    wanted: dict[str, int] = {}
-    for used in scene.driver.memory_used(pids).values():
-        for each, size in used.items():
-            wanted[each] = wanted.get(each, 0) + size
-    assert wanted
-    at_dump, at_restore = scene.folder / "at-dump", list[object]()
+    wanted = scene.driver.memory_used(pids)
+    at_dump, at_restore = scene.folder / "at-dump", set[int]()
     scene.runtime.script("checkpoint", f"cp -r {scene.room} {at_dump}\n{script}", default=not script)
-    scene.driver.when("restore", lambda _: at_restore.append(reservations.read_reserved(scene.room)))
+
+    def is_kept(pid: int) -> None:
+        [path] = Path(scene.room).glob(f"*.{pid}.json")
+        assert json.loads(path.read_text())["bytes"] == wanted[pid]
+        at_restore.add(pid)
+
+    for pid in pids:
+        scene.driver.when("restore", is_kept, pid)
     assert scene.checkpoint(*options).code == ends
-    [claim] = [json.loads(path.read_text()) for path in at_dump.glob("*.json")]
-    assert claim["bytes"] == wanted
-    assert at_restore == ([wanted] if options or ends else [])
-    assert reservations.read_reserved(scene.room) == {}
+    claims = [json.loads(path.read_text()) for path in at_dump.glob("*.json")]
+    assert {each["pid"]: each["bytes"] for each in claims} == wanted
+    assert {each["pid"]: each["start"] for each in claims} == {pid: proc.start_time(pid) for pid in pids}
+    assert at_restore == (set(pids) if options or ends else set())
+    assert os.listdir(scene.room) == []
+
+
+def test_gpu_memory_stays_reserved(scene: Scene) -> None:
+    """For a process that does not get it back, also when gpusnap has ended; `recover` tries again."""
+    good, bad = scene.gpu_processes(2)
+    scene.driver.fail("restore", bad, DriverFailed("the GPU fell off the bus"))
+    assert scene.checkpoint("--leave-running").code != 0
+    assert [name.split(".")[-2] for name in os.listdir(scene.room)] == [str(bad)]
+    assert reservations.read_reserved(scene.room) == scene.driver.memory_used([bad])[bad]
+    assert proc.is_running(good)
 
 
 def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.snapshot.records import reservations
+from gpusnap.runtime_shim.snapshot.records import journal, reservations
 from gpusnap.runtime_shim.snapshot.records.reservations import claim, read_reserved
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -132,6 +132,63 @@ def test_claims_add_up(folder: str) -> None:
                 assert third.reserved == {A: 11, B: 1}
         with claim(folder) as fourth:
             assert fourth.reserved == {A: 5}
+
+
+def test_memory_of_a_process(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """What is kept for a process counts until it has it again, or ends; whoever kept it may have ended."""
+    monkeypatch.setattr(reservations, "FOLDER", folder)
+    first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+    try:
+        keep = [(first, {A: 5}), (second, {A: 6, B: 1})]
+        code = "import sys, json; from gpusnap.runtime_shim.snapshot.records import reservations as r\n"
+        code += "r.FOLDER = sys.argv[1]\nfor each in json.loads(sys.argv[2]): r.keep_for('c0ffee', *each)"
+        words = json.dumps([(child.pid, sizes) for child, sizes in keep])
+        root = Path(__file__).parents[5]
+        subprocess.run([sys.executable, "-c", code, folder, words], cwd=root, check=True)
+        with claim(folder) as other:  # which removes those of the dead
+            assert other.reserved == {A: 11, B: 1}
+        reservations.release("c0ffee", second.pid)
+        assert read_reserved(folder) == {A: 5}
+        reservations.release_all("c0ffe")
+        reservations.release("c0ffee", second.pid)
+        assert read_reserved(folder) == {A: 5}
+        first.kill()
+        first.wait()
+        assert read_reserved(folder) == {}
+        reservations.keep_for("c0ffee", first.pid, {A: 5})
+        assert os.listdir(folder) == [f"c0ffee.{first.pid}.json"]
+        reservations.keep_for("c0ffee", second.pid, {A: 6})
+        reservations.release_all("c0ffee")
+        assert os.listdir(folder) == []
+        reservations.keep_for("c0ffee", second.pid, {A: 6})
+        journal.remove("c0ffee")
+        assert os.listdir(folder) == []
+    finally:
+        for child in (first, second):
+            child.kill()
+            child.wait()
+
+
+def test_memory_of_a_process_that_was_killed(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """It is not needed any more, even if the process takes long to end."""
+    monkeypatch.setattr(reservations, "FOLDER", folder)
+    reservations.keep_for("c0ffee", os.getpid(), {A: 5})
+    assert read_reserved(folder) == {A: 5}
+    monkeypatch.setattr(proc, "is_dying", lambda pid: pid == os.getpid())
+    assert read_reserved(folder) == {}
+
+
+def test_memory_of_a_process_while_others_choose(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """Nobody who keeps the lock for too long keeps a process from its memory, nor does a bad directory."""
+    monkeypatch.setattr(reservations, "FOLDER", folder)
+    monkeypatch.setattr(reservations, "PATIENCE", 0.0)
+    with claim(folder):
+        reservations.keep_for("c0ffee", os.getpid(), {A: 5})
+        assert read_reserved(folder) == {A: 5}
+    monkeypatch.setattr(reservations, "FOLDER", "/dev/null/room")
+    reservations.keep_for("c0ffee", os.getpid(), {A: 5})
+    reservations.release("c0ffee", os.getpid())
+    reservations.release_all("c0ffee")
 
 
 def test_a_race(folder: str) -> None:
