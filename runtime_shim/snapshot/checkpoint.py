@@ -394,7 +394,21 @@ def _find_podman(job: CheckpointJob) -> int:
         return 0
     if not conmon.podman_of(proc.command(proc.parent(container.pid)), container.id):
         return 0
-    return 0 if any(map(_is_podman, proc.list_ancestors(parent))) else -1
+    return -1 if _is_orphan() and not any(map(_is_podman, proc.list_ancestors(os.getpid()))) else 0
+
+
+def _is_orphan() -> bool:
+    """Return whether the process that started this one has ended: its parent is what adopts orphans.
+
+    That is the first process, or one that asked for them (PR_SET_CHILD_SUBREAPER). Whoever starts a program
+    is in the same session, unless the program begins a session of its own, as Podman's runtime does not.
+    """
+    parent = os.getppid()
+    try:
+        session = os.getsid(parent)
+    except OSError:  # it has just ended
+        return True
+    return parent == 1 or session != os.getsid(0) != os.getpid()
 
 
 def _is_podman(pid: int) -> bool:

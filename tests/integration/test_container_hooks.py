@@ -123,7 +123,7 @@ def count(line: str) -> int:
 def kill_while_it_runs(*words: str, line: str = "before") -> None:
     """Kill a gpusnap when a command in the container has said that it has begun."""
     earlier = count(line)
-    with subprocess.Popen([COMMAND, *words], stderr=subprocess.PIPE, text=True) as child:
+    with waiting.Process([COMMAND, *words], stderr=subprocess.PIPE, text=True) as child:
         until(lambda: count(line) > earlier or child.poll() is not None, "the command in the container")
         child.kill()
         waiting.communicate(child, DEADLINE)

@@ -215,7 +215,7 @@ def test_podman_is_killed_there(store: Store, other: OtherHost, receiver: str) -
     container = Container.start("w", *WORK, gpus=["0"])
     faults("restore hang=80000 count=1")
     words = (COMMAND, "migrate", "w", TO, "--name", "x", "--precopy", "0", "--quiet", "--ssh", SSH)
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as child:
+    with waiting.Process(words, stderr=subprocess.PIPE, text=True) as child:
         until(lambda: (STATE / "faults").read_text() == "", "the driver restores there")
         (at_work,) = podmen()
         if receiver == "is killed":

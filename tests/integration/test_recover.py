@@ -278,7 +278,7 @@ def test_podman_is_killed_as_its_runtime_begins(
     words = ("podman", "--runtime", RUNTIME, "container", "checkpoint", "--export", tmp_path / "w.tar", "w")
     with (
         held(tmp_path, "crun", "state", f'[memory]\npages = "{pages}"\n') as crun,
-        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as engine,
+        waiting.Process(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as engine,
     ):
         until(crun.met, "its runtime asks crun about the container")
         caller = crun.caller

@@ -1030,20 +1030,25 @@ def test_podman_is_killed_before_the_dump(scene: Scene, monkeypatch: pytest.Monk
         assert scene.all_running()
 
 
-@pytest.mark.parametrize("caller", ["podman", "docker", "script", "init", "somebody"])
+@pytest.mark.parametrize("caller", ["podman", "docker", "script", "init", "reaper", "shell", "somebody"])
 def test_podman_is_killed_before_anybody_looks(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caller: str
 ) -> None:
-    """Its container and its directory say whose checkpoint it is: the container is not touched."""
+    """Its container and its directory say whose checkpoint it is: the container is not touched.
+
+    Somebody may give the same command in a shell, which is in the same session as what it starts.
+    """
     (pid,) = scene.gpu_processes(1)
+    parent = 1 if caller == "init" else 77
     if caller != "somebody":
         scene.image = scene.bundle / "checkpoint"
     real, programs = proc.comm, {"podman": "podman", "docker": "docker"}
     readlink = os.readlink
     monkeypatch.setattr(proc, "list_ancestors", lambda each: [76] if caller == "script" else [])
     monkeypatch.setattr(conmon, "podman_of", lambda words, container: ("/usr/bin/podman",))
-    monkeypatch.setattr(os, "getppid", lambda: 77)
-    comms = {76: "podman", 77: programs.get(caller, "init")}
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setattr(os, "getsid", lambda each: 70 if each == parent and caller == "reaper" else 71)
+    comms = {76: "podman", parent: programs.get(caller, caller)}
     monkeypatch.setattr(proc, "comm", lambda each: comms.get(each) or real(each))
     # A link to Podman's program, as podman-docker has it.
     monkeypatch.setattr(
@@ -1051,12 +1056,12 @@ def test_podman_is_killed_before_anybody_looks(
         "readlink",
         lambda path, **more: (
             f"/usr/bin/{'podman' if caller == 'docker' else caller}"
-            if path == "/proc/77/exe"
+            if path == f"/proc/{parent}/exe"
             else readlink(path, **more)
         ),
     )
     done = scene.checkpoint()
-    assert (done.code != 0) is (caller == "init")
+    assert (done.code != 0) is (caller in ("init", "reaper"))
     if done.code:
         assert "Podman ended before the container was dumped" in done.sentence()
         assert scene.driver.of("lock") == []
