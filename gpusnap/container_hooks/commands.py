@@ -98,7 +98,10 @@ def _run_after_alone(found: podman.Container, pair: Pair, progress: Progress, *,
         try:
             alone.enter_context(_keep_alone(found))
         except GpusnapError as error:
-            raise ContainerError(f"{done}, but {error}", hint=error.hint, code=error.code) from error
+            told = ContainerError(f"{done}, but {error}", hint=error.hint, code=error.code)
+            if _words(found, pair.after):
+                told.add_hint(f"gpusnap recover runs the command {pair.after} then")
+            raise told from error
         run_after(found, pair, progress, done=done)
 
 

@@ -19,7 +19,6 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-from gpusnap.runtime_shim.snapshot.recovery import restored_containers
 
 # Seconds for Podman to describe a container. A checkpoint of it may be in progress.
 _PATIENCE = 15.0
@@ -81,28 +80,30 @@ def run(due: DueCommand) -> str:
         try:
             commands.run_due(now.found, pair)
         except GpusnapError as error:
-            error.add_hint("gpusnap recover runs it again")
+            path = pairs.get_path(due.container, pair)
+            error.add_hint(f"gpusnap recover runs it again, until {path} is removed")
             raise
     return f"its command {pair.after} was run, which a killed gpusnap had not done"
 
 
 def run_all(container: str) -> None:
     """Run what is due in a container, by its ID; what fails, or cannot be run now, is left to `recover`."""
-    for due in list_due({}):
-        if due.container == container:
-            with suppress(GpusnapError):
+    with suppress(GpusnapError):
+        for opened in pairs.list_open({}):
+            if opened.container == container and not opened.at_work and (due := _look(opened)) is not None:
                 run(due)
 
 
 def sweep() -> None:
     """Remove the notes of killed gpusnaps on what is not due any more."""
     for opened in pairs.list_open({}):
-        if opened.at_work:
-            continue
-        with suppress(GpusnapError), overrides.keep_commands_alone(opened.container):
-            now = pairs.read(opened.container, opened.pair)
-            if now is not None and not now.at_work and _look(now) is None:
-                pairs.close(opened.container, opened.pair)
+        with suppress(GpusnapError):
+            if opened.at_work or _look(opened) is not None:
+                continue
+            with overrides.keep_commands_alone(opened.container):
+                # Unless a restore or a resume has written another one while Podman was asked.
+                if pairs.read(opened.container, opened.pair) == opened:
+                    pairs.close(opened.container, opened.pair)
 
 
 def _look(opened: OpenPair) -> DueCommand | None:
@@ -111,6 +112,8 @@ def _look(opened: OpenPair) -> DueCommand | None:
         with podman.Inspection(opened.container, seconds=_PATIENCE) as asked:
             found = asked.container()
     except NotFound:
+        return None
+    if found.id != opened.container:  # it is not an ID but a name, from a checkpoint
         return None
     if not commands.defines(found, opened.pair.after):
         return None
@@ -135,10 +138,7 @@ def _look(opened: OpenPair) -> DueCommand | None:
 def _is_same_run(opened: OpenPair, found: podman.Container) -> bool:
     """Return whether it runs as when the pair was noted, or from a checkpoint, and was not started anew."""
     pid, start = opened.init
-    if not pid or (found.init == pid and proc.is_same(pid, start)):
-        return True
-    restored = restored_containers.list_living()
-    return any(each.container == found.id and (each.init or (0,))[0] == found.init for each in restored)
+    return found.restored or (bool(pid) and found.init == pid and proc.is_same(pid, start))
 
 
 def _is_to_be_recovered(container: str) -> bool:

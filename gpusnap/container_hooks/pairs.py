@@ -74,7 +74,7 @@ def note_ahead(container: str, pair: Pair, *, init: int = 0) -> bool:
     if earlier is not None and earlier.at_work:
         return False
     with suppress(GpusnapError):
-        note(container, pair, init=init)
+        note(container, pair, init=init, mark=earlier.mark if earlier is not None else "")
         return True
     return False
 
@@ -101,10 +101,14 @@ def read(container: str, pair: Pair) -> OpenPair | None:
         raise GpusnapError(
             f"the note on the command {pair.after} of the container {container[:12]} was not written by this "
             f"version of gpusnap: {error}",
-            hint="run gpusnap recover with the version that wrote it, or remove "
-            f"{journal.FOLDER}/{container}.{pair.before}",
+            hint=f"run gpusnap recover with the version that wrote it, or remove {get_path(container, pair)}",
             code="GPS-023",
         ) from error
+
+
+def get_path(container: str, pair: Pair) -> str:
+    """Return the path of a note, for messages."""
+    return f"{journal.FOLDER}/{container}.{pair.before}"
 
 
 def find(container: str, pair: Pair) -> OpenPair | None:

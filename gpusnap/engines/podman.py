@@ -73,6 +73,8 @@ class Container:
     """A checkpoint ended it, and Podman can restore it from its storage."""
     checkpointed_at: str = ""
     """When that was (RFC 3339)."""
+    restored: bool = False
+    """It was restored from a checkpoint, and not started anew since (libpod, ContainerState)."""
     volumes: Mapping[str, str] = field(default_factory=dict)
     """Its named volumes, with the folder on this host for each."""
     pod: str = ""
@@ -189,6 +191,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         upper=str((driver.get("Data") or {}).get("UpperDir") or ""),
         checkpointed=bool(state.get("Checkpointed")),
         checkpointed_at=str(state.get("CheckpointedAt") or ""),
+        restored=bool(state.get("Restored")),
         volumes={
             str(each["Name"]): str(each.get("Source") or "")
             for each in found.get("Mounts") or ()

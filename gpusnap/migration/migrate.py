@@ -347,11 +347,12 @@ class _Move:
             restoring.restore(again, self._progress)
         except (Exception, KeyboardInterrupt) as failed:
             said = _make_told_error(failed)
-            if said.code == "GPS-240":  # it runs; its own command failed
+            # Then its own command failed, or was not run.
+            if said.code == "GPS-240" or self._certainly_runs_here():
                 return GpusnapError(
                     f"{name} was not migrated, and runs on this host again: {why}; {said}",
                     hint=said.hint,
-                    code=said.code,
+                    code=said.code or "GPS-824",
                 )
             hint = f"gpusnap restore {last.checkpoint} continues it here; its checkpoint is complete"
             if isinstance(said, Damaged):
@@ -368,6 +369,11 @@ class _Move:
             hint=why.hint or "run the same command again; what was sent stays on the other host",
             code=why.code or "GPS-824",
         )
+
+    def _certainly_runs_here(self) -> bool:
+        with suppress(GpusnapError):
+            return self._runs_here()
+        return False
 
     def _runs_here(self) -> bool:
         """Return whether somebody has started or restored the stopped container. Raises GpusnapError."""

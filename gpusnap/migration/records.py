@@ -228,7 +228,7 @@ def remove_restored(record: Record) -> None:
     if ours:
         created = podman_objects.list_created_with(found)
         podman.run_query("rm", "--force", "--time", "0", found.id, wanted=f"the removal of {record.name}")
-        for volume in created:
+        for volume in created if found.id not in record.before else ():
             with suppress(GpusnapError):
                 podman_objects.remove_volume(volume)
 
@@ -344,15 +344,17 @@ def _is_being_restored(migration: str) -> bool:
 
     conmon and what was restored have MARK as well, for as long as the container lives.
     """
-    return any(_restores(pid) and _has_mark(pid, migration) for pid in proc.pids())
+    return any(_restores(pid, migration) for pid in proc.pids())
 
 
-def _restores(pid: int) -> bool:
-    """Return whether a process may be a Podman at work, or the runtime of a restore, a child of conmon."""
+def _restores(pid: int, migration: str) -> bool:
+    """Return whether a process is its Podman at work, or the runtime of a restore below its conmon."""
     if proc.comm(pid) == "podman":
-        return True
-    # To read the command line of just any process may block.
-    return proc.comm(proc.parent(pid)) == "conmon" and "--image-path" in proc.command(pid)
+        return _has_mark(pid, migration)
+    # To read the command line of just any process may block: not that of another migration's container.
+    conmon = proc.parent(pid)
+    ours = proc.comm(conmon) == "conmon" and _has_mark(conmon, migration)
+    return ours and "--image-path" in proc.command(pid)
 
 
 def _has_mark(pid: int, migration: str) -> bool:

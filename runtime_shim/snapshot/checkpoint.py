@@ -408,7 +408,7 @@ def _is_orphan() -> bool:
         session = os.getsid(parent)
     except OSError:  # it has just ended
         return True
-    return parent == 1 or session != os.getsid(0) != os.getpid()
+    return os.getsid(0) != os.getpid() and (parent == 1 or session != os.getsid(0))
 
 
 def _is_podman(pid: int) -> bool:

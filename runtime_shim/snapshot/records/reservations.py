@@ -174,7 +174,7 @@ def keep_for(key: str, pid: int, wanted: Mapping[str, int]) -> None:
     `key`: the container's. It counts until `release`, or until the process ends. If it cannot be written,
     nothing is claimed: the process is stopped already, and must not stay so because of this.
     """
-    owner = state_files.owner(pid)
+    owner = (pid, proc.start_time(pid))
     if not owner[1]:
         return  # it has ended
     with contextlib.ExitStack() as lock, contextlib.suppress(OSError):
@@ -191,9 +191,12 @@ def release(key: str, pid: int) -> None:
 
 def release_all(key: str) -> None:
     """Claim nothing for processes of a container any longer: they have it again, or have ended."""
+    names: list[str] = []
     with contextlib.suppress(OSError):
-        for name in os.listdir(FOLDER):
-            if re.fullmatch(rf"{re.escape(key)}\.\d+\.json(\.new)?", name, re.ASCII):
+        names = os.listdir(FOLDER)
+    for name in names:
+        if re.fullmatch(rf"{re.escape(key)}\.\d+\.json(\.new)?", name, re.ASCII):
+            with contextlib.suppress(OSError):  # somebody else tidies, too
                 os.unlink(os.path.join(FOLDER, name))
 
 

@@ -265,9 +265,10 @@ def test_others_after_a_restore_or_a_resume(fake: FakePodman, monkeypatch: pytes
         "the container is restored, but another gpusnap checkpoint, suspend or resume of the container "
         "abababababab is in progress"
     )
-    assert raised.value.hint.endswith(
-        "; a command of the container itself, such as pre-checkpoint, cannot do this"
+    assert (
+        "; a command of the container itself, such as pre-checkpoint, cannot do this; " in raised.value.hint
     )
+    assert "gpusnap recover runs the command post-" in raised.value.hint
     assert order(fake) == ["sh -c wake up"]
 
 

@@ -29,8 +29,6 @@ from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, Inter
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.recovery import restored_containers
-from gpusnap.runtime_shim.snapshot.restoring.record import Restore
 
 QUIET = Progress(shown=False)
 BOTH = {
@@ -159,7 +157,8 @@ def test_it_fails(fake: FakePodman) -> None:
         due.run(the_one())
     assert "the command post-restore of the container w ended with exit code 4: no" in str(raised.value)
     assert "podman exec w sh -c 'wake up'" in raised.value.hint
-    assert raised.value.hint.endswith("; gpusnap recover runs it again")
+    path = f"{journal.FOLDER}/{ID}.pre-checkpoint"
+    assert raised.value.hint.endswith(f"; gpusnap recover runs it again, until {path} is removed")
     opened = pairs.read(ID, CHECKPOINT)
     assert opened is not None
     assert opened.mark
@@ -238,27 +237,65 @@ def test_podman_does_not_say(fake: FakePodman) -> None:
     assert notes() == [f"{ID}.pre-checkpoint"]
 
 
-def test_restored_since(fake: FakePodman, child: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("init", [None, 0])
+def test_restored_since(fake: FakePodman, child: int, init: int | None) -> None:
     """From its checkpoint, it goes on where the command before left it; a restore has no process to name."""
-    abandon()
+    abandon(init=init)
     has(fake, init=child)
     assert due.list_due({}) == ()
-    entry = Restore(
-        key=f"{ID}@123456789abc",
-        image="/i",
-        owner=DEAD,
-        command=("crun",),
-        bundle="/b",
-        pid_file="",
-        detach=True,
-        processes=(),
-        init=state_files.owner(child),
-    )
-    monkeypatch.setattr(restored_containers, "list_living", lambda: (entry,))
+    has(fake, State={"Status": "running", "Pid": child, "Restored": True})
     assert the_one().later == ""
-    monkeypatch.setattr(restored_containers, "list_living", tuple)
+
+
+def test_a_name_in_the_place_of_an_id(fake: FakePodman) -> None:
+    """As a checkpoint may have it: it is nobody's, and the note goes."""
+    pairs.note("w", CHECKPOINT)
+    path = Path(journal.FOLDER, "w.pre-checkpoint")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "owner": DEAD}))
+    assert due.list_due({}) == ()
+    due.sweep()
+    assert not path.exists()
+    assert ran(fake) == []
+
+
+def test_written_while_podman_is_asked(fake: FakePodman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore begins then: its note is not the one that is of no use any more."""
     abandon(init=0)
-    assert the_one().later == ""
+    look = due._look
+
+    def begin(opened: pairs.OpenPair) -> due.DueCommand | None:
+        found = look(opened)
+        abandon(init=0, mark="c0ffee")
+        return found
+
+    monkeypatch.setattr(due, "_look", begin)
+    due.sweep()
+    left = pairs.read(ID, CHECKPOINT)
+    assert left is not None
+    assert left.mark == "c0ffee"
+
+
+@pytest.mark.parametrize("text", [f"{ID}@0123456789ab", "web", "../../x"])
+def test_a_checkpoint_with_another_text_for_its_id(
+    fake: FakePodman, archive: str, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """It reaches no other container's note."""
+    texts = {"name": "w", "id": text}
+    monkeypatch.setattr(volumes, "read_text", lambda _, key: texts.get(key, ""))
+    fake.fails("Error: it broke")
+    with pytest.raises(GpusnapError, match="it broke"):
+        restoring.restore(RestoreRequest(what=InFile(archive)), QUIET)
+    assert (fake.folder / "noted").read_text().split() == ["restore"]
+    assert not os.path.exists(journal.FOLDER)
+
+
+def test_what_was_left_running_is_known_after_a_resume(fake: FakePodman) -> None:
+    """The command before of a killed suspend, frozen with the container: the one after kills it first."""
+    abandon(SUSPEND, mark="c0ffee")
+    assert pairs.note_ahead(ID, SUSPEND, init=os.getpid())
+    found = pairs.read(ID, SUSPEND)
+    assert found is not None
+    assert found.mark == "c0ffee"
 
 
 @pytest.mark.parametrize("stage", [Stage.SUSPENDED, Stage.SUSPENDING])

@@ -269,8 +269,8 @@ def _check_migrations(store: Store, wanted: str, digest: str) -> None:
     Raises GpusnapError, LayoutError.
     """
     entries = [each for each in store.entries() if each.descriptor.digest == digest]
-    if wanted in {each.name for each in entries} and len(entries) > 1:
-        return  # it keeps another name
+    if not entries or (wanted in {each.name for each in entries} and len(entries) > 1):
+        return  # it is gone already, or keeps another name
     notes: Mapping[str, str] = {}
     with suppress(OciError):  # a damaged one, or another tool's
         notes = artifact.read(entries[0].descriptor, store.read).annotations

@@ -1030,7 +1030,9 @@ def test_podman_is_killed_before_the_dump(scene: Scene, monkeypatch: pytest.Monk
         assert scene.all_running()
 
 
-@pytest.mark.parametrize("caller", ["podman", "docker", "script", "init", "reaper", "shell", "somebody"])
+@pytest.mark.parametrize(
+    "caller", ["podman", "docker", "script", "init", "reaper", "shell", "service", "somebody"]
+)
 def test_podman_is_killed_before_anybody_looks(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caller: str
 ) -> None:
@@ -1039,7 +1041,7 @@ def test_podman_is_killed_before_anybody_looks(
     Somebody may give the same command in a shell, which is in the same session as what it starts.
     """
     (pid,) = scene.gpu_processes(1)
-    parent = 1 if caller == "init" else 77
+    parent = 1 if caller in ("init", "service") else 77
     if caller != "somebody":
         scene.image = scene.bundle / "checkpoint"
     real, programs = proc.comm, {"podman": "podman", "docker": "docker"}
@@ -1047,7 +1049,8 @@ def test_podman_is_killed_before_anybody_looks(
     monkeypatch.setattr(proc, "list_ancestors", lambda each: [76] if caller == "script" else [])
     monkeypatch.setattr(conmon, "podman_of", lambda words, container: ("/usr/bin/podman",))
     monkeypatch.setattr(os, "getppid", lambda: parent)
-    monkeypatch.setattr(os, "getsid", lambda each: 70 if each == parent and caller == "reaper" else 71)
+    own = os.getpid() if caller == "service" else 71  # systemd starts it in a session of its own
+    monkeypatch.setattr(os, "getsid", lambda each: 70 if each == parent and caller == "reaper" else own)
     comms = {76: "podman", parent: programs.get(caller, caller)}
     monkeypatch.setattr(proc, "comm", lambda each: comms.get(each) or real(each))
     # A link to Podman's program, as podman-docker has it.
