@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -14,7 +13,6 @@ from gpusnap.container_hooks.due import DueCommand
 from gpusnap.engines import podman
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import asdict, dataclass
-from gpusnap.oci.base.patterns import compile_later
 from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.restoring.in_podman import StoppedContainer
 from gpusnap.operations.suspending.left_paused import PausedContainer
@@ -25,7 +23,6 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Stage, Susp
 from gpusnap.runtime_shim.snapshot.recovery.bring_back import list_alive
 from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 
-_ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
 # Seconds for Podman to tell names. It may wait for a lock that somebody has who was cut off.
 _PATIENCE = 3.0
 _AWAKE = "it is suspended, but Podman lists it as running"
@@ -139,7 +136,7 @@ class Names:
         """Its name, or ""."""
         if container in self._known:
             return self._known[container]
-        if _ID.fullmatch(container) is None:
+        if podman.RANDOM_ID.fullmatch(container) is None:
             return ""
         if self._asked is None:
             self._asked = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -29,11 +30,14 @@ from gpusnap.engines.podman_options import Option
 from gpusnap.oci.base import files
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.deadlines import wait_for_end
 from gpusnap.runtime_shim.base.errors import AlreadyPaused, ContainerError, GpusnapError, reason
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import proc
 
+RANDOM_ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
+"""An ID as Podman and Kubernetes make them; other users of containerd give names."""
 # Seconds for which a list of containers counts as new.
 _FRESH = 1.0
 # Seconds between checks of a command in a container.

@@ -8,7 +8,6 @@ one only by its ID or its name.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -24,8 +23,8 @@ _PATIENCE = 15.0
 """Seconds for Podman's answer."""
 _SHORT = 3.0
 """Seconds if Podman certainly does not list it as running, whatever the answer is."""
-# A random ID, as Podman and Kubernetes make them, and a prefix of one that nobody takes for a name.
-_ID, _SURE = re.compile(r"[0-9a-f]{64}", re.ASCII), 12
+# The length of a prefix of a random ID that nobody takes for a name.
+_SURE = 12
 # libpod/define/containerstate.go. In the other states (initialized, removing, …), Podman itself is at work.
 _AT_REST = ("created", "configured", "exited", "stopped")
 
@@ -76,7 +75,7 @@ def choose_id(wanted: str, ids: Sequence[str]) -> str:
     """
     if wanted in ids or not wanted or not ids:
         return wanted
-    found = sorted({each for each in ids if _ID.fullmatch(each) and each.startswith(wanted)})
+    found = sorted({each for each in ids if podman.RANDOM_ID.fullmatch(each) and each.startswith(wanted)})
     try:
         named = podman.full_id(wanted, seconds=_PATIENCE)
     except GpusnapError as error:

@@ -184,8 +184,8 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     fails is run again by the next recover.
 
     A pod's container that containerd has paused is named, with the command that resumes it: containerd leaves
-    it paused if the caller of a checkpoint, such as kubelet, did not wait for its end. So is one that runs,
-    but is paused by containerd's record.
+    it paused if the caller of a checkpoint, such as kubelet, did not wait for its end. So is one whose
+    state in containerd's record is not the real one.
 
     As JSON: a list with container, kind, at_work (the gpusnap that works on it still runs), processes (PIDs),
     image (the directory of a checkpoint or a restore), why (in words) and name for each container that is not
@@ -221,7 +221,8 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     moves = _Migrations(leaving, records.list_records(lost))
     moved = set(moves.ids())
     unnoticed = tuple(each for each in unnoticed if each.id not in moved)
-    paused = left_paused.list_paused()
+    # For the list, or a choice; otherwise they are listed when all is recovered.
+    paused = left_paused.list_paused() if only_list or container is not None else ()
     due = due_commands.list_due(unreadable)
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])

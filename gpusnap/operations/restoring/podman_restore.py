@@ -10,7 +10,6 @@ explanations of failures need is imported there.
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -70,7 +69,6 @@ _SPLIT = "--cgroup-mode=split"
 # Podman's states of a container whose import failed (libpod, define.ContainerStatus).
 _NEVER_RAN = ("configured", "created", "initialized")
 _DIGEST = compile_later("sha256:[0-9a-f]{64}")
-_ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
 # Errors that concern a part of an archive: Podman's unpacking, a blob, an image.
 _OF_ITS_CONTENT = compile_later(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
 
@@ -342,7 +340,7 @@ class PodmanRestore:
         # A container with another name gets another ID.
         is_known = choice.of.annotated and name == choice.of.name
         known = choice.of.container if is_known and (ended or choice.of.container not in before) else ""
-        known = known if _ID.fullmatch(known) else ""
+        known = known if podman.RANDOM_ID.fullmatch(known) else ""
         with volumes.report_kept_volumes(choice), self._note_command(known), board() as shown:
             if shown is not None:
                 chosen[VARIABLE] = shown.path

@@ -11,7 +11,7 @@ from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, make_unforeseen
 from gpusnap.runtime_shim.base.log import say
 from gpusnap.runtime_shim.base.transaction import Transaction, name_recover
-from gpusnap.runtime_shim.gpu import holders
+from gpusnap.runtime_shim.gpu import holders, sum_by_gpu
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
@@ -339,7 +339,7 @@ def _reserve(job: CheckpointJob, pid: int) -> None:
     One that is suspended does without: its GPUs are for others.
     """
     if job.on_disk:
-        reservations.keep_for(job.container.key, pid, dict(_list_needs(job)[pid]))
+        reservations.keep_for(job.container.key, pid, sum_by_gpu([_list_needs(job)[pid]]))
 
 
 class _Filling:

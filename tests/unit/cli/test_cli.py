@@ -21,11 +21,11 @@ import zstandard
 from fake_podman import ID, FakePodman
 from fakes import POISON, FakeDriver, a_manifest, exporting, gpu, uuid
 from kept_checkpoints import hand_over_pages, keep_pages, leave_export
+from outgoing import outgoing
 from rich.console import Console
 from stopped_container import make_stopped
 
 from gpusnap.checkpoints import migrations
-from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
 from gpusnap.cli import tables as show
@@ -758,16 +758,7 @@ def test_a_record_of_a_migration_that_cannot_be_read(
     monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
     monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
     (tmp_path / "state").mkdir()
-    w = OutgoingMigration(
-        id="0" * 32,
-        container="w",
-        name="w",
-        there="w",
-        host="gpu2",
-        route=("gpu2", "", "0", "ssh", "gpusnap"),
-        store=host_store.path,
-        checkpoint="w:migrating",
-    )
+    w = outgoing(store=host_store.path)
     w.write()
     path = Path(migrations.FOLDER, f"{'1' * 32}.{ending}")
     path.write_text("{")

@@ -21,6 +21,7 @@ from fake_registry import FakeRegistry, Say
 from fakes import POISON, a_manifest
 from kept_checkpoints import an_archive, keep_pages, leave_export
 from kept_checkpoints import keep as keep_archive
+from outgoing import outgoing
 from stopped_container import make_stopped
 
 from gpusnap.checkpoints import migrations
@@ -823,13 +824,8 @@ def test_a_checkpoint_of_a_container_that_is_migrated(
     monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
     store = Store(tmp_path / "store")
     digest = keep_archive(store, an_archive(tmp_path), ["w:1"])
-    leaving = migrations.OutgoingMigration(
-        id="0" * 32,
+    leaving = outgoing(
         container=ID,
-        name="w",
-        there="w",
-        host="gpu2",
-        route=("gpu2", "", "0", "ssh", "gpusnap"),
         store=store.path,
         checkpoint="w:1",
         digest=digest if at == "interrupted" else "",

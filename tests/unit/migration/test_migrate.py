@@ -17,6 +17,7 @@ import pytest
 from checkpoints import tar_of
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive
+from outgoing import outgoing
 
 from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import Damaged
@@ -203,15 +204,11 @@ def test_another_gpusnap_migrates_it(fake: FakePodman, other: OtherSide, host_st
 @contextmanager
 def elsewhere() -> Iterator[OutgoingMigration]:
     """A migration of w by another process, from a minute ago on."""
-    found = OutgoingMigration(
+    found = outgoing(
         id="1" * 32,
         container=ID,
-        name="w",
-        there="w",
         host="gpu3",
         route=("gpu3", "", "0", "ssh", "gpusnap"),
-        store="/store",
-        checkpoint="w:migrating",
         since=(datetime.now(UTC) - timedelta(minutes=1)).isoformat(),
     )
     found.write()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive, keep, leave_export
+from outgoing import outgoing
 
 from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import migrations
@@ -46,13 +47,8 @@ def leaving(
     (tmp_path / "state").mkdir()
     monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
     digest = keep(host_store, an_archive(tmp_path), ["w:20261122-100000"])
-    found = OutgoingMigration(
-        id="0" * 32,
+    found = outgoing(
         container=ID,
-        name="w",
-        there="w",
-        host="gpu2",
-        route=("gpu2", "", "0", "ssh", "gpusnap"),
         store=host_store.path,
         checkpoint="w:20261122-100000",
         digest=digest,

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from checkpoints import ANNOTATIONS, blob_path, keep
 from oci_checkpoints import begin, end, stagings
+from outgoing import outgoing
 
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import as_annotations
-from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.checkpoints.names import dated_name
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.layout.documents import Descriptor, Manifest, empty_descriptor
@@ -509,13 +509,10 @@ def test_a_migration_that_has_not_ended(
     """Its checkpoint may be all that there is of the container: no rule removes it."""
     monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "migrations"))
     digests = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2, 3)]
-    leaving = OutgoingMigration(
-        id="0" * 32,
+    leaving = outgoing(
         container="1" * 64,
         name="a",
         there="a",
-        host="gpu2",
-        route=("gpu2", "", "0", "ssh", "gpusnap"),
         store=store.path,
         checkpoint="a:20260101",
         digest=digests[0],
