@@ -135,11 +135,16 @@ def reference(load: Workload, ticks: int) -> dict[int, str]:
 
 
 def needs_network_lock() -> None:
-    """Skip where CRIU cannot keep connections: its rules for iptables match a mark (criu/netfilter.c)."""
+    """Skip where CRIU cannot keep connections: its rules for iptables match a mark (criu/netfilter.c).
+
+    With crun it also runs `ip` for the container's network (criu/net.c).
+    """
     import pytest  # what bench/ uses of this module needs none
 
     if run("iptables", "-m", "mark", "--help").code:
         pytest.skip("iptables has no extension `mark` here, which CRIU needs for --tcp-established")
+    if not shutil.which("ip"):
+        pytest.skip("iproute2 is not installed, which CRIU needs for a container's own network")
 
 
 def missing() -> str:

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,13 +27,20 @@ static void *fork_all_day(void *unused)
     return unused;
 }
 
+/* A large block has a mapping of its own, and realloc alone would only resize that, without any lock: then no
+ * block would be left that is not such a one. */
 static void *malloc_all_day(void *seed)
 {
     unsigned random = (unsigned)(uintptr_t)seed + 1;
     void *held[64] = {NULL};
+    mallopt(M_MMAP_THRESHOLD, 128 << 10); /* else it grows, and memory is no longer taken and given back */
     while (!stopping) {
         random = random * 1103515245 + 12345;
         unsigned i = random >> 16 & 63, size = (random >> 8 & 0xffff) << (random >> 24 & 3);
+        if (random >> 28 & 1) {
+            free(held[i]);
+            held[i] = NULL;
+        }
         held[i] = realloc(held[i], size + 1);
         if (held[i])
             memset(held[i], (int)i, 64 < size + 1 ? 64 : size + 1);

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,11 @@ def works(box: Box) -> Iterator[Callable[..., Work]]:
 def stop_at_call(pid: int, tid: int, names: tuple[str, ...]) -> None:
     """Stop a process while one thread of it is in one of these system calls, and all others anywhere."""
     wanted = {X86_64.calls[name] for name in names}
+    deadline = time.monotonic() + 60
     tracee = Tracee(pid, tid)
     try:
         while X86_64.get_call(tracee.registers())[0] not in wanted:
+            assert time.monotonic() < deadline, f"the thread made no call of {names} in 60 s"
             tracee.to_call()
         os.kill(pid, signal.SIGSTOP)
     finally:
