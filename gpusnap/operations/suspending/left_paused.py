@@ -9,7 +9,8 @@ progress after gpusnap's part of it, so these are named and not resumed.
 A pause and a resume may also have been cut off after the runtime's part of it, and then containerd has the
 container as running although it is frozen, or as paused although it runs. ctr cannot resume the first. It
 refuses an exec in the second, and with runc a resume, too ("container not paused"), until the runtime has
-paused the container again.
+paused the container again. If the pod's shim was killed, containerd no longer has its containers, and leaves
+their processes as they are (docs/kubernetes.md).
 """
 
 from __future__ import annotations
@@ -43,11 +44,18 @@ class PausedContainer:
     """Whether it is frozen; otherwise it is paused only by containerd's record."""
     recorded: bool = True
     """Whether it is paused by containerd's record, or containerd did not say."""
+    listed: bool = True
+    """Whether containerd has it, or did not say."""
 
     @property
     def why(self) -> str:
-        """What is known of it, and the commands that resume it."""
+        """What is known of it, and the commands that resume it, or end it."""
         runtime = f"gpusnap-runtime --root {_ROOT}"
+        if not self.listed:
+            return (
+                "it is frozen, and containerd no longer has it, as its shim has ended; "
+                f"to end it: {runtime} delete --force {self.container}"
+            )
         resume = f"ctr --namespace {_NAMESPACE} tasks resume {self.container}"
         if not self.recorded:
             what = "it is frozen, but containerd has it as running: a checkpoint was cut off"
@@ -64,21 +72,22 @@ def list_paused() -> tuple[PausedContainer, ...]:
     """Return the paused containers of pods, without those that cannot be looked at."""
     tasks = [(container, init) for namespace, container, init in targets.tasks() if namespace == _NAMESPACE]
     before = {task: frozen for task in tasks if (frozen := _is_frozen(*task)) is not None}
-    states = _list_states() if before else {}
+    states = _list_states() if before else None
     found = []
     for (container, init), frozen in before.items():
-        state = states.get(container, "")
+        state = (states or {}).get(container, "")
+        listed = states is None or container in states
         # Not if it was paused, or resumed, while containerd was asked.
         if (frozen or state == "PAUSED") and _is_frozen(container, init) is frozen:
-            found.append(PausedContainer(container, (init,), frozen, recorded=state != "RUNNING"))
+            found.append(PausedContainer(container, (init,), frozen, state != "RUNNING", listed))
     return tuple(found)
 
 
-def _list_states() -> Mapping[str, str]:
-    """Return the states of containerd's record by ID; nothing if it does not say."""
+def _list_states() -> Mapping[str, str] | None:
+    """Return the states of containerd's record by ID; None if it does not say."""
     with suppress(GpusnapError):
         return ctr.list_states(_NAMESPACE)
-    return {}
+    return None
 
 
 def _is_frozen(container: str, init: int) -> bool | None:

@@ -85,6 +85,16 @@ def test_frozen_but_not_by_the_record(node: Node) -> None:
     assert found.why.endswith("in progress: gpusnap-runtime --root /run/containerd/runc/k8s.io resume one")
 
 
+def test_the_shim_has_ended(node: Node) -> None:
+    """containerd cannot resume what it no longer has."""
+    node.frozen, node.recorded = {"one"}, {"two": "RUNNING"}
+    (found,) = left_paused.list_paused()
+    assert found == PausedContainer("one", (11,), listed=False)
+    assert found.why.endswith(
+        "to end it: gpusnap-runtime --root /run/containerd/runc/k8s.io delete --force one"
+    )
+
+
 def test_gpusnap_is_at_work(node: Node) -> None:
     """It thaws a container that containerd has paused, while it works."""
     node.recorded, node.at_work = {"one": "PAUSED"}, {"one"}
