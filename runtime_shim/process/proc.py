@@ -299,11 +299,16 @@ def start_time(pid: int) -> int:
 
 def parents() -> dict[int, int]:
     """Return the parent of every process, by PID, except the kernel's own, which are in no container."""
+    return {pid: parent for (pid, _), parent in parents_by_start().items()}
+
+
+def parents_by_start() -> dict[tuple[int, int], int]:
+    """Return the same by PID and start, as Process has it."""
     found = {}
     for pid in pids():
         stat = _stat(pid)
         if stat is not None and not int(stat[6]) & _KERNEL_THREAD:
-            found[pid] = int(stat[1])
+            found[pid, int(stat[19])] = int(stat[1])
     return found
 
 

@@ -19,8 +19,6 @@ from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer, container_key, neighbours
 from gpusnap.runtime_shim.runtime.child_process import run
 
-UNIFIED = "/sys/fs/cgroup"
-"""Where crun and runc look for version 2 of the cgroups."""
 # Seconds for the runtime to report the state of a container, which it reads from a file.
 _PATIENCE = 120.0
 
@@ -169,9 +167,11 @@ def list_freezable(container: Container) -> tuple[str, ...]:
     As in `frozen_group`. Empty if the runtimes use version 1, with version 2 beside it only in name: they
     look for version 2 in one place.
     """
-    if UNIFIED not in _list_mounted():
+    if neighbours.UNIFIED not in _list_mounted():
         return ()
-    return next(filter(None, (_groups(container.pid, name, UNIFIED) for name in _names(container))), ())
+    return next(
+        filter(None, (_groups(container.pid, name, neighbours.UNIFIED) for name in _names(container))), ()
+    )
 
 
 def _names(container: Container) -> Iterator[str]:

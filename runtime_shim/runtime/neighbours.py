@@ -19,10 +19,14 @@ A process outside the container's cgroup belongs to another container if it is
 - if cgroups do not show it (podman run --cgroups=disabled): in the mount namespace of a process that joined
   the PID namespace from outside and has other mounts than its init, unlike processes of `podman exec`; or
   below such a process.
+
+A host may run thousands of processes, and one checkpoint looks for its own a dozen times. So a cgroup of
+version 2 is asked for its processes, and the PID namespace of a process, which it keeps, is read once.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection, Iterable, Sequence
 
@@ -32,6 +36,16 @@ from gpusnap.runtime_shim.process import proc
 
 Cgroup = tuple[str, str]
 """Hierarchy (version 2 has the empty one) and path."""
+
+UNIFIED = "/sys/fs/cgroup"
+"""Where crun and runc look for version 2 of the cgroups."""
+# Cgroups below a container's that are asked one by one. There may be more of them than processes.
+_MOST = 1000
+# The cgroup was removed: before its file was opened, or after (fs/kernfs/file.c).
+_GONE = (errno.ENOENT, errno.ENODEV)
+
+# The PID namespaces of processes, by PID and start.
+_spaces: dict[tuple[int, int], str] = {}
 
 # The names that engines give a container's cgroup: libpod-ID, cri-containerd-ID.scope, crio-ID, ID.
 _CONTAINER = compile_later(r"(?:.*[-:])?([0-9a-f]{64})(?:\.scope)?")
@@ -48,10 +62,11 @@ class View:
 
 def find(init: int, container_id: str, group: Cgroup | None) -> View:
     """Find the processes of the container with init `init`; `group`: the cgroup made for it, if any."""
-    parents = proc.parents()
-    within = {pid for pid in parents if group is not None and is_inside(pid, group)}
+    known = proc.parents_by_start()
+    parents = {pid: parent for (pid, _), parent in known.items()}
+    within = _list_within(group, init, parents) if group is not None else set()
     space = _own_space(init)
-    mates = {pid for pid in parents if space and proc.namespace(pid, "pid") == space}
+    mates = {pid for pid, start in known if space and _find_space(pid, start) == space}
     came = {pid for pid in mates - within - {init} if parents[pid] not in mates}
     others = _Others(init, container_id, group, _with_own_mounts(came, init))
     neighbours = {pid for pid in mates - within - {init} if others.have(pid)}
@@ -83,6 +98,50 @@ def is_inside(pid: int, group: Cgroup) -> bool:
     hierarchy, path = group
     theirs = proc.cgroups(pid).get(hierarchy)
     return theirs is not None and _is_below(theirs, path)
+
+
+def _list_within(group: Cgroup, init: int, pids: Collection[int]) -> set[int]:
+    """Return those of the processes that are in a cgroup, or below it, as init is."""
+    found = _read_cgroup(group[1]) if not group[0] else None
+    if found is None or init not in found:  # version 1, or another part of the tree is mounted there
+        return {pid for pid in pids if is_inside(pid, group)}
+    return found.intersection(pids)
+
+
+def _read_cgroup(path: str) -> set[int] | None:
+    """Return the PIDs in a cgroup of version 2 and below; None if it does not say.
+
+    It is read down from the top, and then up again: a process that moves within it meanwhile is found.
+    """
+    directories = [f"{UNIFIED}{path}"]
+    for directory in directories:
+        if len(directories) > _MOST:
+            return None
+        try:
+            with os.scandir(directory) as entries:
+                names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            if error.errno in _GONE:
+                continue
+            return None
+        directories += [f"{directory}/{name}" for name in names]
+    found: set[int] = set()
+    for directory in (*directories, *reversed(directories)):
+        try:
+            with open(f"{directory}/cgroup.procs", "rb") as file:
+                found.update(map(int, file.read().split()))
+        except OSError as error:
+            if error.errno not in _GONE:  # EOPNOTSUPP: of a threaded one (cgroups(7))
+                return None
+    return found
+
+
+def _find_space(pid: int, start: int) -> str:
+    """Return the PID namespace of a process; empty if it is gone."""
+    found = _spaces.get((pid, start)) or proc.namespace(pid, "pid")
+    if found:
+        _spaces[pid, start] = found
+    return found
 
 
 def _own_space(init: int) -> str:

@@ -65,9 +65,13 @@ def test_threads_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     flags = {1: 0x400100, 2: 0x208040, 17: 0x4208060, 40: 0x400140}
     for pid, each in flags.items():
         (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} (kworker/0:1) S {pid // 2} 1 1 0 -1 {each} 0 0\n")
+        rest = " ".join("0" * 12)
+        (tmp_path / str(pid) / "stat").write_text(
+            f"{pid} (kworker/0:1) S {pid // 2} 1 1 0 -1 {each} {rest} {pid * 100} 0\n"
+        )
     monkeypatch.setattr(proc, "PROC", str(tmp_path))
     assert proc.parents() == {1: 0, 40: 20}
+    assert proc.parents_by_start() == {(1, 100): 0, (40, 4000): 20}
 
 
 def test_a_zombie(zombie: int) -> None:

@@ -97,7 +97,7 @@ def test_nested_cgroups(cgroup: Path) -> None:
 def test_names_of_cgroups(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """As Podman, CRI-O and containerd name them; /pod/a12 is not within /pod/a1."""
     groups = {os.getpid(): "/system", 10: f"/pod/{name}", 11: f"/pod/{name}/b", 12: "/pod/a12", 13: "/pod"}
-    monkeypatch.setattr(proc, "parents", lambda: dict.fromkeys(groups, 0))
+    monkeypatch.setattr(proc, "parents_by_start", lambda: {(pid, 1): 0 for pid in groups})
     monkeypatch.setattr(proc, "cgroups", lambda pid: {"": groups[pid]})
     monkeypatch.setattr(proc, "namespace", lambda pid, kind: "pid:[1]")
     monkeypatch.setattr(proc, "process", lambda pid: proc.Process(pid, (pid,), "x", (), 1))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 from cells import cgroup_top
@@ -14,6 +16,7 @@ from fakes import Family, unshare_works, wait_for
 
 from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import neighbours
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
 from gpusnap.runtime_shim.runtime.container import (
     Container,
@@ -155,6 +158,118 @@ def test_restored_outside_its_cgroup(groups: dict[str, str]) -> None:
 
 
 # What pre-flight makes of it.
+
+
+class Tree:
+    """Cgroups of version 2, whose files a test writes; the kernel's own answer is asked of nobody."""
+
+    def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.top, self.asked = top, list[int]()
+        monkeypatch.setattr(neighbours, "UNIFIED", str(top))
+        monkeypatch.setattr(neighbours, "is_inside", self._is_inside)
+
+    def _is_inside(self, pid: int, group: neighbours.Cgroup) -> bool:
+        self.asked.append(pid)
+        return pid in (os.getpid(), 7)
+
+    def put(self, path: str, *pids: int) -> Path:
+        folder = self.top / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
+        return folder
+
+    def within(self, init: int = 5, hierarchy: str = "") -> set[int]:
+        return neighbours._list_within((hierarchy, "/one"), init, {5, 6, 7, 8, 9})
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    return Tree(tmp_path / "cgroup", monkeypatch)
+
+
+def test_a_cgroup_lists_its_processes(tree: Tree) -> None:
+    """Below it too, and no others; 0 is one of another PID namespace."""
+    tree.put("one", 5, 0)
+    tree.put("one/below/deeper", 6, 4000)
+    tree.put("two", 8)
+    assert tree.within() == {5, 6}
+    assert tree.asked == []
+
+
+def refuse_threaded(tree: Tree) -> None:
+    (tree.put("one/threaded") / "cgroup.procs").unlink()
+    (tree.top / "one/threaded/cgroup.procs").symlink_to("cgroup.procs")  # ELOOP, in place of EOPNOTSUPP
+
+
+def grow(tree: Tree) -> None:
+    for number in range(neighbours._MOST):
+        tree.put(f"one/{number}")
+
+
+def list_without_init(tree: Tree) -> None:
+    tree.put("one", 6)
+
+
+@pytest.mark.parametrize("happens", [refuse_threaded, grow, list_without_init])
+def test_a_cgroup_that_does_not_list_them(tree: Tree, happens: Callable[[Tree], None]) -> None:
+    """Then each process is asked: threaded ones, too many, and one of another part of the tree."""
+    tree.put("one", 5)
+    happens(tree)
+    assert tree.within() == {7}
+    assert sorted(tree.asked) == [5, 6, 7, 8, 9]
+
+
+def test_version_1_lists_none(tree: Tree) -> None:
+    tree.put("one", 5)
+    assert tree.within(hierarchy="pids") == {7}
+
+
+@pytest.mark.parametrize("order", [("one", "one/below"), ("one/below", "one")])
+def test_a_process_that_moves_meanwhile(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
+) -> None:
+    """Down or up, just as the first or the second file is read."""
+    real, (before, after) = open, order
+    for moment in range(4):
+        tree.put("one", 5)
+        tree.put("one/below")
+        tree.put(before, 5, 6)
+        tree.put(after, *([5] if after == "one" else []))
+        reads = iter(range(10))
+
+        def read(path: str, mode: str, reads: Iterator[int] = reads, moment: int = moment) -> IO[bytes]:
+            if next(reads) == moment:
+                tree.put(before, *([5] if before == "one" else []))
+                tree.put(after, 5, 6)
+            return real(path, mode)
+
+        monkeypatch.setattr(neighbours, "open", read, raising=False)
+        assert tree.within() == {5, 6}, moment
+
+
+def test_a_cgroup_that_is_removed_meanwhile(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree.put("one", 5)
+    below = tree.put("one/below")
+    real = open
+
+    def read(path: str, mode: str) -> IO[bytes]:
+        if below.exists():
+            shutil.rmtree(below)
+        return real(path, mode)
+
+    monkeypatch.setattr(neighbours, "open", read, raising=False)
+    assert tree.within() == {5}
+    assert tree.asked == []
+
+
+def test_a_later_process_of_the_same_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process keeps its PID namespace. Nothing is kept of one that is gone."""
+    said = iter(["", "pid:[1]", "pid:[2]"])
+    monkeypatch.setattr(proc, "namespace", lambda pid, kind: next(said))
+    asked = [(11, 100), (11, 100), (11, 100), (11, 200), (11, 100)]
+    monkeypatch.setattr(neighbours, "_spaces", {})
+    found = [neighbours._find_space(pid, start) for pid, start in asked]
+    assert found == ["", "pid:[1]", "pid:[1]", "pid:[2]", "pid:[1]"]
 
 
 def container(init: int, name: str) -> Container:

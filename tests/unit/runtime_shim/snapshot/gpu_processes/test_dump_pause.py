@@ -16,6 +16,7 @@ from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, RuntimeF
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime import neighbours
 from gpusnap.runtime_shim.runtime.criu import run, scratch_files
 from gpusnap.runtime_shim.snapshot.gpu_processes import dump_pause
 from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause
@@ -33,7 +34,7 @@ def command(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list
     """A real runtime that notes what it is told, and pauses as they do; the container runs."""
     # Where version 2 is, here, for whoever has version 1 beside it.
     top = next(mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2")
-    monkeypatch.setattr(containers, "UNIFIED", top)
+    monkeypatch.setattr(neighbours, "UNIFIED", top)
     cell.freeze(0)
     path = tmp_path / "runtime"
     path.write_text(
@@ -150,7 +151,7 @@ def test_the_runtime_hangs(
 def test_version_1_beside_version_2(cell: Cell, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """There the runtimes use version 1, and what would be frozen is not what we look at."""
     assert made(cell, command).is_wanted()
-    monkeypatch.setattr(containers, "UNIFIED", os.path.dirname(containers.UNIFIED))
+    monkeypatch.setattr(neighbours, "UNIFIED", os.path.dirname(neighbours.UNIFIED))
     assert not made(cell, command).is_wanted()
 
 
@@ -185,14 +186,14 @@ def test_noted_before_the_pause(cell: Cell, command: list[str]) -> None:
     """Killed as the runtime freezes it: by then the note has the groups that it may freeze."""
     Path(command[0]).write_text(f"#!/bin/sh\necho 1 >{cell.group}/cgroup.freeze\nkill -9 $PPID\n")
     program = (
-        "import sys\nfrom gpusnap.runtime_shim.runtime import container; "
+        "import sys\nfrom gpusnap.runtime_shim.runtime import container, neighbours; "
         "from gpusnap.runtime_shim.snapshot.records import journal\n"
         "from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause\n"
-        "journal.FOLDER, container.UNIFIED = sys.argv[1:3]\n"
+        "journal.FOLDER, neighbours.UNIFIED = sys.argv[1:3]\n"
         "one = container.Container(sys.argv[3], int(sys.argv[4]), 'running', '/b', {})\n"
         "DumpPause(one, sys.argv[5:]).begin(timeout=60)\n"
     )
-    words = [journal.FOLDER, containers.UNIFIED, ID, str(cell.pids[0]), *command]
+    words = [journal.FOLDER, neighbours.UNIFIED, ID, str(cell.pids[0]), *command]
     assert subprocess.run([sys.executable, "-c", program, *words], check=False).returncode == -9
     wait_for(cell.frozen, "the pause")
     entry = journal.read(ID)
