@@ -2,12 +2,12 @@
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B /src/bench/start_up.py [--rounds 7] [--runtime crun]
-        [--workload='--counters 4'] [--memory MIB] [--chunk-size 1M] [--json FILE]
+        [--workload='--counters 4'] [--memory MIB] [--chunk-size 1M] [--processes N] [--json FILE]
 
 `gpusnap checkpoint` into the store and `gpusnap restore` from it, in turn. Programs in front of Podman,
 gpusnap-runtime and the real runtime record when each starts and ends, which adds a few milliseconds to each
 figure. Medians, in seconds. With --memory, the container has a second process with that much memory on the
-CPU, half of it random bytes.
+CPU, half of it random bytes. With --processes, so many more processes sleep beside the container.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from faulthost import COMMAND, parser, prepare, remove_all, run_limited, settings, start
@@ -112,6 +114,16 @@ class Notes:
         }
 
 
+@contextmanager
+def asleep(count: int) -> Iterator[None]:
+    """Have so many processes sleep while the block runs."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            process = stack.enter_context(subprocess.Popen(["sleep", "3600"]))
+            stack.callback(process.kill)
+        yield
+
+
 def run_timed(line: list[str], environment: dict[str, str]) -> Notes:
     """Run a command until its end. Raises AssertionError if it fails."""
     _NOTES.unlink(missing_ok=True)
@@ -156,11 +168,13 @@ def main() -> int:
     options.add_argument("--workload", default="", help="more options of gpuwork")
     options.add_argument("--memory", type=int, default=0, help="MiB")
     options.add_argument("--chunk-size", default="1M", help="as memory.chunk-size")
+    options.add_argument("--processes", type=int, default=0, help="beside the container")
     options.add_argument("--json", type=Path)
     chosen = options.parse_args()
     prepare("start_up", chosen)
     try:
-        found = measure(chosen.rounds, chosen.runtime, chosen.workload, chosen.memory, chosen.chunk_size)
+        with asleep(chosen.processes):
+            found = measure(chosen.rounds, chosen.runtime, chosen.workload, chosen.memory, chosen.chunk_size)
     finally:
         remove_all()
     medians = {name: statistics.median(values) for name, values in found.items()}

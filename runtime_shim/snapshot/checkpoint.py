@@ -214,14 +214,15 @@ def _inspect(job: CheckpointJob) -> None:
     job.mounts, job.masters = criu_mounts.list_undeclared(job.container.pid, config)
     criu_mounts.check_mounts(job.mounts)  # a restore would refuse these, so refuse them now
     job.volumes = volumes.find(config)
-    volumes.check(volumes.list_open(job.processes(), job.volumes), job.settings.criu.ghost_limit)
+    members = job.processes()
+    volumes.check(volumes.list_open(members, job.volumes), job.settings.criu.ghost_limit)
     _refuse_unknown_devices(job, config)
     # Refuse now what the runtime does not accept; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     render(job.call, job.real)
-    preflight.refuse_sockets(job.processes(), job.real, _connections(job))
-    preflight.refuse_rings(job.processes())
-    plugin_checkpoint.refuse_impossible(job.driver, job.container, job.processes(), job.settings)
+    preflight.refuse_sockets(members, job.real, _connections(job))
+    preflight.refuse_rings(members)
+    plugin_checkpoint.refuse_impossible(job.driver, job.container, members, job.settings)
     if job.asleep is not None:
         if not job.call.leave_running:
             raise Refused(
@@ -238,16 +239,17 @@ def _inspect(job: CheckpointJob) -> None:
         plugin_checkpoint.refuse_inherited(
             job.driver.plugin, lambda: find_idle_holders(job.driver, job.processes())
         )
-    found = find_users(job.driver, job.processes(), job.held)
+    members = job.processes()  # those of now: a process may have started CUDA meanwhile
+    found = find_users(job.driver, members, job.held)
     preflight.check_states(found)
-    preflight.check_complete(job.container, job.processes(), list(found))
+    preflight.check_complete(job.container, members, list(found))
     preflight.refuse_shared(list(found), job.settings.nvidia, job.host)
     if job.call.leave_running and job.remover is None:
-        shared_gpus.refuse_ranks_beside_others(job.driver, job.processes(), list(found), job.settings.nvidia)
+        shared_gpus.refuse_ranks_beside_others(job.driver, members, list(found), job.settings.nvidia)
     if job.driver.plugin is None and found:
         allow = partial(device_access.update, job.real, job.container)
         device_access.check(job.container.pid, job.container.id, job.nodes, allow)
-    if left_out := preflight.list_sessions(job.container, job.processes()):
+    if left_out := preflight.list_sessions(job.container, members):
         names = ", ".join(f"{each.pid} ({each.comm})" for each in left_out)
         note(
             f"processes that exec started in the container are not in its checkpoint: process {names}",
