@@ -490,6 +490,8 @@ def host_path(mount: Mount) -> str | None:
 
 def _unescape(text: str) -> str:
     """Undo the kernel's octal escapes of blank, tab, newline and backslash (seq_path)."""
+    if "\\" not in text:  # a host may have thousands of mounts
+        return text
     for octal, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(octal, plain)
     return text
