@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.retention.rules import Rules, parse_duration, parse_label
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -21,6 +22,13 @@ def duration(ctx: click.Context, param: click.Parameter, value: str | None) -> t
         return parse_duration(value) if value is not None else timedelta()
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+
+
+def _check_labels(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Raise UsageError for a label that no checkpoint can have: its rule would keep nothing."""
+    for each in value:
+        parse_labels([each])
+    return value
 
 
 def keep_options(command: _Command) -> _Command:
@@ -40,6 +48,7 @@ def keep_options(command: _Command) -> _Command:
         click.option(
             "--keep-label",
             multiple=True,
+            callback=_check_labels,
             metavar="KEY[=VALUE]",
             help="Keep all checkpoints with this label; may be repeated.",
         ),

@@ -17,7 +17,7 @@ CODES = (
         "GPS-703",
         "store-busy",
         "Another gpusnap is working in the store and holds what is needed here, such as its lock or the "
-        "same checkpoint, or has just removed it.",
+        "same checkpoint, or has just removed it, or changed its names.",
         "Wait until it has finished, then run the command again. `fuser` on the path in the message shows "
         "which process has it open.",
     ),

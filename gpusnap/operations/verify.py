@@ -110,6 +110,7 @@ def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> V
         faults = _select_still_named(store, found, faults)
         for each in found if not faults else ():
             faults += _check_images(each.root, store.layout)
+        faults = _select_still_named(store, found, faults)
         for each in found if faults else ():
             name = each.names[0] if each.names else each.root.digest[:19]
             for digest, where in map_blobs(each.root, store.layout).items():

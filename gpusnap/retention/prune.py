@@ -15,17 +15,15 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 from gpusnap.checkpoints.list import Row, list_named, listing
 from gpusnap.checkpoints.names import container_name, is_time
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.store.store import Store
-from gpusnap.oci.store.tags import moment
+from gpusnap.oci.store.tags import CLOCKS, moment
 from gpusnap.retention.rules import Candidate, Rules, decide
 
-# Possible difference between the clocks of hosts.
-_CLOCKS = timedelta(hours=1)
 _NOT_WHOLE = "not whole"
 
 _IN_USE = ("in use",)
@@ -81,7 +79,7 @@ def plan_prune(
     rows: Iterable[Row], rules: Rules, names: Sequence[str] = (), *, added: Sequence[str] = ()
 ) -> tuple[Verdict, ...]:
     """Apply the rules to the rows of a store; removes nothing. `added`: its digests, the last added last."""
-    latest = datetime.now(UTC) + _CLOCKS
+    latest = datetime.now(UTC) + CLOCKS
     order = {digest: place for place, digest in enumerate(added)}
     groups: dict[str, list[Row]] = {}
     for row in rows:

@@ -27,7 +27,7 @@ from gpusnap.schedule import unit_files
 
 FOLDER = "/etc/systemd/system"
 _PREFIX = "gpusnap-checkpoint-"
-_RUNNING = "/run/systemd/system"  # sd_booted(3)
+_RUNNING = "/run/systemd/system"  # sd_booted(3); also a folder of units, systemd.unit(5)
 _LONGEST = 256 - len(".service")  # unit names, systemd.unit(5)
 _SHORTEST = timedelta(seconds=30)
 # Name of a container (libpod, define.NameRegex).
@@ -40,8 +40,30 @@ _STOP_LIMIT = "10min"
 # Bytes of a unit file.
 _LARGEST = 1 << 16
 
-# The properties of a service in `systemctl show`.
-_STATE = ("Result", "ActiveState", "ExecMainStartTimestampMonotonic")
+# The properties of a service and its timer in `systemctl show`.
+_STATE = (
+    "Result",
+    "ActiveState",
+    "ExecMainStartTimestampMonotonic",
+    "InactiveExitTimestampMonotonic",
+    "Job",
+    "LastTriggerUSecMonotonic",
+)
+# Seconds; systemd.time(7), "Parsing Time Spans".
+_UNITS = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1,
+    "min": 60,
+    "h": 3600,
+    "d": 86400,
+    "w": 7 * 86400,
+    "month": 30.4375 * 86400,
+    "y": 365.25 * 86400,
+}
+_SPAN = compile_later(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s|min|h|d|w|month|y)\b", re.ASCII)
+# Seconds by which the rounding of a time span may be wrong; no interval is that short.
+_ROUNDED = 1.0
 
 Run = Callable[[Sequence[str]], Answer | None]
 
@@ -142,12 +164,15 @@ class FoundSchedule:
     unit: str
     """The name of the timer."""
     result: str
-    """Result of the last run in systemd's terms: success, exit-code, timeout…; "running"; empty if none."""
+    """Result of the last run in systemd's terms: success, exit-code, timeout…; "dependency" if it did not
+    begin, because the store is not mounted; "running"; "stopped" if the timer is, so that no run follows;
+    empty if there was none."""
 
 
 def write(schedule: Schedule, *, run: Run = ask) -> list[str]:
     """Write the units and start the timer; return the paths. An existing schedule is replaced.
 
+    A timer that is the same continues: if it began anew, its first run would be one interval away again.
     After a failure or an interruption, the former schedule exists, or none. Raises GpusnapError.
     """
     schedule.check()
@@ -159,7 +184,9 @@ def write(schedule: Schedule, *, run: Run = ask) -> list[str]:
             _put(path, data)
         _systemctl(run, "daemon-reload")
         _systemctl(run, "enable", "--", f"{schedule.name}.timer")
-        _systemctl(run, "restart", "--", f"{schedule.name}.timer")
+        timer = os.path.join(FOLDER, f"{schedule.name}.timer")
+        verb = "start" if before.get(timer) == files[timer] else "restart"
+        _systemctl(run, verb, "--", f"{schedule.name}.timer")
     except BaseException as error:
         if len(before) < len(files):
             _take_back(schedule, files, run)
@@ -217,7 +244,9 @@ def _content(path: str) -> bytes | None:
 def remove(container: str, *, run: Run = ask) -> list[str]:
     """Stop the timer, and remove its units; return the paths. A running checkpoint continues to its end.
 
-    Raises NotFound, GpusnapError.
+    Without its service, systemd would stop that: the time limit would be systemd's default of 90 s, and all
+    processes would get its signals, CRIU too. So the service exists in /run then, until the next boot. Raises
+    NotFound, GpusnapError.
     """
     name = _PREFIX + unit_files.escape(container)
     paths = [os.path.join(FOLDER, name + kind) for kind in (".timer", ".service")]
@@ -229,6 +258,12 @@ def remove(container: str, *, run: Run = ask) -> list[str]:
     if os.path.isdir(_RUNNING):
         if paths[0] in there:
             _systemctl(run, "disable", "--now", "--", f"{name}.timer")
+        copy = os.path.join(_RUNNING, f"{name}.service")
+        data = _content(paths[1])
+        if data is not None and _is_running(run, f"{name}.service"):
+            _put(copy, data)
+        else:
+            unlink(copy)
         for path in there:
             unlink(path)
         _systemctl(run, "daemon-reload")
@@ -256,7 +291,7 @@ def list_schedules(*, run: Run = ask) -> Iterator[FoundSchedule]:
             int(seconds) if seconds.isascii() and seconds.isdigit() else 0,
             tuple(text for key, text in service if key == "ExecStart"),
             name,
-            _result(run, f"{base}.service"),
+            _result(run, base),
         )
 
 
@@ -270,18 +305,41 @@ def _settings(name: str) -> list[tuple[str, str]]:
     return [(key, text) for key, equals, text in pairs if equals]
 
 
-def _result(run: Run, service: str) -> str:
-    """Return the result of the last run."""
+def _result(run: Run, base: str) -> str:
+    """Return the result of the last run of `base`.service, which `base`.timer starts."""
     if not os.path.isdir(_RUNNING):
         return ""
-    done = run(["systemctl", "show", f"--property={','.join(_STATE)}", "--", service])
+    units = (f"{base}.service", f"{base}.timer")
+    done = run(["systemctl", "show", f"--property={','.join(_STATE)}", "--", *units])
     if done is None or done.code:
         return ""
-    found = dict(line.split("=", 1) for line in done.out.splitlines() if "=" in line)
-    if found.get("ActiveState") == "activating":
+    service, timer, *_ = [*map(_parse_properties, done.out.split("\n\n")), {}]
+    if service.get("ActiveState") == "activating" or service.get("Job"):
         return "running"
-    began = found.get("ExecMainStartTimestampMonotonic", "0")
-    return found.get("Result", "") if began not in ("", "0") else ""
+    if timer.get("ActiveState") in ("inactive", "failed"):
+        return "stopped"
+    began = service.get("InactiveExitTimestampMonotonic", "")
+    triggered = _parse_span(timer.get("LastTriggerUSecMonotonic", ""))
+    if began.isdecimal() and triggered > int(began) / 1e6 + _ROUNDED:
+        return "dependency"  # Result is that of an earlier run
+    ran = service.get("ExecMainStartTimestampMonotonic", "0") not in ("", "0")
+    return service.get("Result", "") if ran else ""
+
+
+def _is_running(run: Run, service: str) -> bool:
+    """Return whether a service is at work, or may be: systemd does not answer."""
+    done = run(["systemctl", "show", "--property=ActiveState", "--", service])
+    state = _parse_properties(done.out).get("ActiveState") if done is not None else None
+    return state not in ("inactive", "failed")
+
+
+def _parse_properties(text: str) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+
+def _parse_span(text: str) -> float:
+    """Return a time span of systemd, such as 5h 5min 15.049902s, in seconds."""
+    return sum(float(count) * _UNITS[unit] for count, unit in _SPAN.findall(text))
 
 
 def _check_systemd() -> None:

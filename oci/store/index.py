@@ -135,13 +135,25 @@ class Catalog:
         digest = self.find_exactly(wanted).descriptor.digest
         self._give(check_name(name), digest, self._find_by_digest(digest)[0])
 
-    def remove(self, wanted: str) -> tuple[str, ...]:
+    def remove(self, wanted: str, checked: Sequence[Entry] = ()) -> tuple[str, ...]:
         """Remove a name, or, by its digest, something with all its names; return the removed names.
 
-        A name without a tag only means itself here. Raises NotThere, Ambiguous.
+        A name without a tag only means itself here. `checked`: all entries of its digest, as the caller has
+        seen them; StoreError if they are others now. Raises NotThere, Ambiguous.
         """
         self._removing = True
         found = self.find_exactly(wanted)
+        now = {each.name for each in self.entries() if each.descriptor.digest == found.descriptor.digest}
+        if checked and (checked[0].descriptor.digest, {each.name for each in checked}) != (
+            found.descriptor.digest,
+            now,
+        ):
+            raise StoreError(
+                f"{wanted[:80]} is not removed, because another command has just changed what it names in "
+                f"{self.path}, or the other names of that. Now it is {found.descriptor.digest} "
+                f"({format_names(now - {''}) or 'no name'}); remove it again if that may go",
+                code="GPS-703",
+            )
         by_name = found.name == wanted
 
         def meant(entry: dict[str, Any]) -> bool:

@@ -41,7 +41,7 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, NotThere, StoreError, reason
@@ -232,14 +232,16 @@ class Store:
             catalog.tag(wanted, name)
             catalog.write()
 
-    def remove(self, wanted: str) -> tuple[str, ...]:
+    def remove(self, wanted: str, checked: Sequence[Entry] = ()) -> tuple[str, ...]:
         """Remove a name from the index, or, by its digest, something with all its names.
 
-        Returns the removed names. The blobs stay until gc. Raises as `tag` does.
+        Returns the removed names. The blobs stay until gc. `checked`: all entries of its digest, if the
+        caller has determined that these may go: nothing is removed if they are others now. Raises as `tag`
+        does.
         """
         with self._tree.hold_lock(f"the removal of {wanted[:80]}"):
             catalog = Catalog(self.path)
-            names = catalog.remove(wanted)
+            names = catalog.remove(wanted, checked)
             catalog.write()
         return names
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import Ambiguous
@@ -18,6 +18,8 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.documents import Descriptor
 
 LATEST = "latest"
+CLOCKS = timedelta(hours=1)
+"""Possible difference between the clocks of hosts."""
 # A message lists at most this many.
 _MOST = 8
 # The text after the last colon of host:5000/app or of app@sha256:… is no tag.
@@ -46,9 +48,10 @@ def select_tagged(wanted: str, entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def newest(wanted: str, found: Sequence[Entry], created: Callable[[Entry], str], where: str) -> Entry:
-    """Return the newest of several, by when they were made (RFC 3339).
+    """Return the newest of several, by when they were made (RFC 3339). `found` is in the order of the index.
 
-    Raises Ambiguous if two are equally new, or if the time of one is not known.
+    Raises Ambiguous if two are equally new, or if the time of one is not known. Nor is that of one which is
+    dated in the future, by a clock that was ahead, if another one was added after it.
     """
     digests = {each.descriptor.digest for each in found}
     if len(digests) == 1:
@@ -66,6 +69,11 @@ def newest(wanted: str, found: Sequence[Entry], created: Callable[[Entry], str],
         names = format_names(each.name for each in (first, *others))
         raise Ambiguous(
             f"{wanted!r} means the newest checkpoint in {where}, but these are equally new: {names}"
+        )
+    if last > datetime.now(UTC) + CLOCKS and found[-1].descriptor.digest != first.descriptor.digest:
+        raise Ambiguous(
+            f"{wanted!r} means the newest checkpoint in {where}, but {first.name} is dated in the future, "
+            f"{created(first)}, and {found[-1].name} was added after it"
         )
     return first
 

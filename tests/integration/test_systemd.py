@@ -82,6 +82,7 @@ def test_a_schedule(store: Store) -> None:
         until(lambda: machine.state(f"{TIMER}.service") == "inactive", "the last run has ended", deadline=90)
         assert machine.state(f"{TIMER}.service", "Result") == "success"
         assert len(checkpoints(machine)) == 1, "--keep-last 1"
+        assert result(machine) == "stopped"
 
         good(machine.run(COMMAND, "checkpoint", "w", "--leave-running"))
         assert len(checkpoints(machine)) == 2
@@ -109,17 +110,57 @@ def test_a_disk_that_is_not_mounted(store: Store, tmp_path: Path) -> None:
         until(lambda: machine.state(unit) == "failed", "the timer has fired", deadline=90)
         until(lambda: machine.state(f"{TIMER}.timer", "SubState") == "waiting", "it waits again")
         assert machine.state(f"{TIMER}.service", "ExecMainStartTimestampMonotonic") == "0"
+        assert result(machine) == "dependency"
         assert not any(place.rglob("*"))
         (UNITS / unit).write_text(f"[Mount]\nWhat=tmpfs\nWhere={place}\nType=tmpfs\n")
         good(machine.run("systemctl", "daemon-reload"))
         index = place / "store/index.json"
         until(lambda: not machine.run("test", "-e", index).code, "it has fired again", deadline=90)
+        until(lambda: result(machine) == "success", "the run has ended", deadline=90)
         assert not any(place.rglob("*")), "it is on the disk"
         good(machine.run("systemctl", "stop", f"{TIMER}.timer"))
         until(lambda: machine.state(f"{TIMER}.service") == "inactive", "the last run has ended", deadline=90)
         assert machine.state(f"{TIMER}.service", "Result") == "success"
         good(machine.run(COMMAND, "schedule", "w", "--remove"))
         good(machine.run("podman", "rm", "--force", "--time", "0", "w"))
+
+
+def test_removed_during_a_run(store: Store, tmp_path: Path) -> None:
+    """The run goes on to its end, though it has run for longer than systemd's default limit."""
+    limit = Path("/etc/systemd/system.conf.d/gpusnap-test.conf")
+    limit.parent.mkdir(exist_ok=True)
+    limit.write_text("[Manager]\nDefaultTimeoutStartSec=1s\n")
+    begun, go, ended = (tmp_path / name for name in ("begun", "go", "ended"))
+    program = tmp_path / "program"
+    wait = f"until test -e {go}; do sleep 0.1; done"
+    program.write_text(f"#!/bin/sh\ncut -d. -f1 /proc/uptime >{begun}\n{wait}\ntouch {ended}\n")
+    program.chmod(0o755)
+    service = f"{TIMER}.service"
+    try:
+        with booted() as machine:
+            good(machine.run(COMMAND, "schedule", "w", "--every", "1h"))
+            text = (UNITS / service).read_text()
+            (UNITS / service).write_text(re.sub("(?m)^ExecStart=.*$", f"ExecStart={program}", text))
+            good(machine.run("systemctl", "daemon-reload"))
+            good(machine.run("systemctl", "start", "--no-block", service))
+            until(lambda: begun.exists() and begun.read_text(), "it runs")
+            since = int(begun.read_text())
+            until(lambda: float(Path("/proc/uptime").read_text().split()[0]) > since + 3, "the limit is over")
+            good(machine.run(COMMAND, "schedule", "w", "--remove"))
+            assert not any((UNITS / f"{TIMER}.{kind}").exists() for kind in ("service", "timer"))
+            assert machine.state(service, "TimeoutStartUSec") == "6h"
+            assert machine.state(service) == "activating"
+            go.touch()
+            until(lambda: machine.state(service) != "activating", "it has ended")
+            assert (machine.state(service, "Result"), ended.exists()) == ("success", True)
+    finally:
+        limit.unlink()
+
+
+def result(machine: Machine) -> str:
+    """What `gpusnap schedule --list` says of the last run."""
+    (found,) = json.loads(good(machine.run(COMMAND, "schedule", "--list", "--json")))
+    return str(found["result"])
 
 
 def newer(machine: Machine, than: dict[str, object]) -> dict[str, object] | None:

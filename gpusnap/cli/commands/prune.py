@@ -47,8 +47,10 @@ def prune(
 
     STORE is oci:DIR; without it, this host's store. NAME is the name of a container, or of checkpoints, and
     may have * and ?; without it, all containers. At least one --keep rule is needed. The rules apply to each
-    container separately, as in restic and borg, and a checkpoint is kept if at least one rule keeps it. Hours
-    without a checkpoint do not count. Days begin at midnight UTC, weeks on Monday.
+    container separately, as in restic and borg, and a checkpoint is kept if at least one rule keeps it. A
+    container is known by its name: one that was created anew, or one on another host that uses the same
+    store, counts as the same. Hours without a checkpoint do not count. Days begin at midnight UTC, weeks on
+    Monday.
 
     These are always kept: the newest checkpoint of a container, and the one that was added last to the store,
     which has an earlier date if the clock was set back; checkpoints that a restore or another command is
@@ -72,6 +74,11 @@ def prune(
         )
     word = what[0] if what and what[0].startswith("oci:") else None
     names = what[1:] if word is not None else what
+    if stores := [each for each in names if each.startswith("oci:")]:
+        raise UsageError(
+            f"{stores[0][:120]} is a store, which only the first word can be, so nothing is removed",
+            hint="write it as gpusnap prune oci:DIR NAME; one call is for one store",
+        )
     store = find_store(word)
     found: tuple[Verdict, ...] = ()
     with convert_errors(), Progress() as progress:

@@ -67,8 +67,9 @@ def schedule(
     again to change a schedule.
 
     As JSON: container, everySeconds, units (path, content), written; with --list a list of container, every
-    (seconds), commands, unit, result (of the last run: success, exit-code, running, …); with --remove:
-    container, removed (paths).
+    (seconds), commands, unit, result (of the last run: success, exit-code, running, …; dependency if
+    it did not begin; stopped if the timer is, so that no run follows); with --remove: container, removed
+    (paths).
     """
     if show_list:
         _list(as_json=as_json)

@@ -212,8 +212,8 @@ def check_removal(store: Store, wanted: str, digest: str) -> None:
     from gpusnap.checkpoints.list import is_pages_only
 
     entries = [each for each in store.entries() if each.descriptor.digest == digest]
-    if wanted in {each.name for each in entries} and len(entries) > 1:
-        return  # it keeps another name
+    if not entries or (wanted in {each.name for each in entries} and len(entries) > 1):
+        return  # it is gone already, or keeps another name
     if not is_pages_only(store, entries[0].descriptor):
         return
     hint = "try again when Podman answers, or remove it with --force"

@@ -27,6 +27,7 @@ from stopped_container import make_stopped
 from gpusnap.checkpoints import migrations
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
+from gpusnap.cli.commands.stores import upkeep
 from gpusnap.oci.base.errors import binary_size
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.documents import Descriptor, Manifest
@@ -722,6 +723,62 @@ def test_rm_goes_on(gpusnap: Run, kept: Kept) -> None:
     assert "removed w:1" in out
     assert "gpusnap gc frees the space that it used" in out
     assert [line.count("nothing in") for line in err.splitlines()] == [1, 1]
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_rm_of_a_name_that_moves(
+    gpusnap: Run, kept: Kept, monkeypatch: pytest.MonkeyPatch, force: tuple[str, ...]
+) -> None:
+    """It names another checkpoint by the time that the lock is held: that one stays."""
+    real = Store.remove
+
+    def late(store: Store, *line: Any) -> tuple[str, ...]:
+        kept.store.tag(kept.plain.digest, "w:1")
+        kept.store.tag(kept.plain.digest, "w:3")
+        return real(store, *line)
+
+    monkeypatch.setattr(Store, "remove", late)
+    code, out, err = gpusnap("rm", "--gc", *force, "w:1")
+    assert (code, "removed w:1" in out) == (exit_codes.FAILED, False)
+    assert err == (
+        f"gpusnap: w:1 is not removed, because another command has just changed what it names in "
+        f"{kept.store.path}, or the other names of that. Now it is {kept.plain.digest} "
+        "(plain, w:1, w:3); remove it again if that may go [GPS-703]\n"
+    )
+    assert {kept.first.digest, kept.plain.digest} <= {each.descriptor.digest for each in kept.store.entries()}
+
+
+def test_rm_of_a_last_name(gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a container needs had two names, and each of two commands removes one of them."""
+    store = Store(tmp_path / "store")
+    make_stopped(tmp_path, monkeypatch)
+    needed = keep_pages(store)
+    for name in ("v:1", "v:2"):
+        store.tag(needed, name)
+    real = Store.remove
+
+    def late(store: Store, *line: Any) -> tuple[str, ...]:
+        real(store, "v:2")
+        return real(store, *line)
+
+    monkeypatch.setattr(Store, "remove", late)
+    code, _, err = gpusnap("rm", "v:1")
+    assert code == exit_codes.FAILED
+    assert "v:1 is not removed, because another command has just changed" in err
+    assert [each.name for each in store.entries()] == ["v:1"]
+
+
+def test_rm_of_what_has_just_gone(gpusnap: Run, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another command has removed it before it is looked at."""
+    real = in_podman.check_removal
+
+    def late(store: Store, wanted: str, digest: str) -> None:
+        store.remove(digest)
+        real(store, wanted, digest)
+
+    monkeypatch.setattr(upkeep, "check_removal", late)
+    code, _, err = gpusnap("rm", "w:1")
+    assert (code, "has the name or digest 'w:1'" in err) == (exit_codes.NOT_FOUND, True)
 
 
 @pytest.mark.parametrize("word", ["oci:{}", "./w.tar", "w 1"])

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import CHUNK, START, damage, noise, tar_of, with_memory
@@ -16,6 +17,7 @@ from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints.formats import criu_images as records
 from gpusnap.checkpoints.locator import InStore
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
@@ -272,3 +274,19 @@ def test_all_of_a_store_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         damage(Path(store.path, "blobs/sha256", found.artifact.records.digest.removeprefix("sha256:")))
         (one,) = verifying.verify_all(store).damaged
         assert one.digest == found.artifact.records.digest
+
+
+def test_one_whose_records_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blobs were right, and gc takes them before the records are looked into: no damage."""
+    store = Store(tmp_path / "store").create()
+    (tmp_path / "with").mkdir()
+    keep(store, an_archive(tmp_path), ["goes"])
+    real = records.records_fault
+
+    def look(*words: Any) -> str:
+        store.remove("goes")
+        store.collect()
+        return real(*words)
+
+    monkeypatch.setattr(verifying, "records_fault", look)
+    assert verifying.verify_all(store).damaged == ()

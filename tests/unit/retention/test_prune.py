@@ -481,6 +481,9 @@ def test_the_tense_of_the_total(store: Store, gpusnap: Run) -> None:
         (("--keep-last", "0"), "0 is not in the range"),
         (("--keep-within", "7"), "is not a duration"),
         (("oci:nowhere", "--keep-last", "1"), "there is no store nowhere"),
+        (("a", "oci:nowhere", "--keep-last", "1"), "oci:nowhere is a store, which only the first word can"),
+        (("--keep-label", ""), "'' is not a valid label"),
+        (("--keep-label", "=best"), "'=best' is not a valid label"),
     ],
 )
 def test_wrong_lines(store: Store, gpusnap: Run, words: tuple[str, ...], said: str) -> None:

@@ -135,11 +135,70 @@ def test_there_and_gone(units: Path, systemctl: Systemctl) -> None:
     write(Schedule("tr-1", timedelta(hours=1), ()), run=systemctl)
     assert [each.every for each in list_schedules(run=systemctl)] == [3600]
     systemctl.calls.clear()
+    systemctl.says = "ActiveState=inactive\n"
     assert sorted(remove("tr-1", run=systemctl)) == sorted(paths)
-    assert systemctl.calls == [f"disable --now -- {timer}", "daemon-reload"]
+    show = "show --property=ActiveState -- 'gpusnap-checkpoint-tr\\x2d1.service'"
+    assert systemctl.calls == [f"disable --now -- {timer}", show, "daemon-reload"]
     assert [each.name for each in units.iterdir()] == ["other.timer"]
+    assert [each.name for each in units.parent.iterdir()] == ["units"]
     with pytest.raises(NotFound, match="there is no schedule for the container tr-1"):
         remove("tr-1", run=systemctl)
+
+
+def test_the_same_again(units: Path, systemctl: Systemctl) -> None:
+    """However often it is given, the timer fires; only another interval begins anew."""
+    for every, keep, verb in ((60, (), "restart"), (60, ("--keep-last", "1"), "start"), (30, (), "restart")):
+        systemctl.calls.clear()
+        write(Schedule("w", timedelta(minutes=every), (), keep), run=systemctl)
+        timer = "gpusnap-checkpoint-w.timer"
+        assert systemctl.calls == ["daemon-reload", f"enable -- {timer}", f"{verb} -- {timer}"]
+
+
+@pytest.mark.parametrize("state", ["activating", "deactivating", ""])
+def test_removed_during_a_run(units: Path, systemctl: Systemctl, state: str) -> None:
+    """systemd still has the service that runs, with its limits, until the next boot; not for ever."""
+    write(Schedule("w", HALF_HOUR, ()), run=systemctl)
+    content = (units / "gpusnap-checkpoint-w.service").read_bytes()
+    systemctl.says = f"ActiveState={state}\n" if state else ""
+    remove("w", run=systemctl)
+    left = units.parent / "gpusnap-checkpoint-w.service"
+    assert ([*units.iterdir()], left.read_bytes()) == ([], content)
+    write(Schedule("w", HALF_HOUR, ()), run=systemctl)
+    systemctl.says = "ActiveState=failed\n"
+    remove("w", run=systemctl)
+    assert ([*units.iterdir()], left.exists()) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("began", "job", "triggered", "timer", "result"),
+    [
+        pytest.param(18315083036, "", "5h 5min 15.049902s", "active", "success", id="it began"),
+        pytest.param(18315083036, "", "5h 5min 45.123432s", "active", "dependency", id="it did not begin"),
+        pytest.param(0, "", "2min 3s", "active", "dependency", id="none has begun"),
+        pytest.param(
+            18315083036, "Job=712\n", "5h 5min 45.123432s", "active", "running", id="it waits for the disk"
+        ),
+        pytest.param(8640000000000, "", "3month 1w 1d 16h 30min", "active", "success", id="after months"),
+        pytest.param(
+            8640000000000, "", "3month 1w 1d 16h 31min 2.5s", "active", "dependency", id="not after months"
+        ),
+        pytest.param(18315083036, "", "0", "active", "success", id="started by hand"),
+        pytest.param(18315083036, "", "5h 5min 15.049902s", "inactive", "stopped", id="a stopped timer"),
+        pytest.param(18315083036, "", "0", "failed", "stopped", id="a timer that has failed"),
+    ],
+)
+def test_a_run_that_did_not_begin(
+    units: Path, systemctl: Systemctl, began: int, job: str, triggered: str, timer: str, result: str
+) -> None:
+    """systemd's Result is that of the run before, such as success."""
+    write(Schedule("tr-1", HALF_HOUR, ()), run=systemctl)
+    service = f"Result=success\nActiveState=inactive\nInactiveExitTimestampMonotonic={began}\n{job}"
+    systemctl.says = (
+        f"{service}ExecMainStartTimestampMonotonic={began}\n\n"
+        f"Result=success\nActiveState={timer}\nLastTriggerUSecMonotonic={triggered}\n"
+    )
+    (found,) = list_schedules(run=systemctl)
+    assert found.result == result
 
 
 @pytest.mark.parametrize("fails", ["daemon-reload", "enable", "restart", "e"])

@@ -251,10 +251,11 @@ def _remove_each(word: str, stores: dict[str, Store], *, everything: bool, force
     for wanted in _to_remove(store, place.wanted, everything=everything):
         with convert_errors():
             digest = store.find_exactly(wanted).descriptor.digest
+            checked = [each for each in store.entries() if each.descriptor.digest == digest]
             if not force:
                 check_removal(store, wanted, digest)
                 _check_migrations(store, wanted, digest)
-            names = store.remove(wanted)
+            names = store.remove(wanted, checked)
             entries = store.entries()
             left = tuple(each.name for each in entries if each.descriptor.digest == digest)
             if not left:

@@ -82,6 +82,27 @@ def test_as_new(store: Store) -> None:
         store.find("server")
 
 
+def test_a_clock_that_was_ahead(store: Store) -> None:
+    """A checkpoint of then is not taken for the newest once another one was added after it."""
+    add(store, b"1", "server:1", created="2026-01-01T00:00:00Z")
+    ahead = add(store, b"2", "server:2", created="2999-01-02T00:00:00Z")
+    assert store.find("server").descriptor.digest == ahead, "it is the last one"
+    add(store, b"3", "server:3", created="2026-01-03T00:00:00Z")
+    said = r"server:2 is dated in the future, 2999-01-02T00:00:00Z, and server:3 was added after it"
+    with pytest.raises(Ambiguous, match=said):
+        store.find("server")
+    assert store.find("server:2").descriptor.digest == ahead
+    store.remove("server:2")
+    assert store.find("server").name == "server:3"
+
+
+def test_a_clock_that_is_behind(store: Store) -> None:
+    """All are dated in the future: the last one is the newest."""
+    for year in (2997, 2998, 2999):
+        add(store, b"%d" % year, f"server:{year}", created=f"{year}-01-01T00:00:00Z")
+    assert store.find("server").name == "server:2999"
+
+
 def test_of_another_tool(store: Store) -> None:
     """Without a time in the index its manifest has one; without any there is no newest of two."""
     add(store, b"1", "server:1", within="2026-01-01T00:00:00Z")
