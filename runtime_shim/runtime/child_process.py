@@ -68,6 +68,14 @@ class Child(subprocess.Popen[bytes]):
                 os.close(descriptor)
         return super().wait(max(0.0, deadline - time.monotonic()))
 
+    def end(self) -> None:
+        """Kill it, and reap it; one that waits in the kernel, for a disk for example, is left behind."""
+        self.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(_PATIENCE)
+        if self.returncode is None:
+            self.returncode = -signal.SIGKILL  # otherwise the end of its `with` block would wait
+
 
 def output() -> IO[bytes]:
     """Return a file without a name, in RAM, for a child's output. Raises OSError.
@@ -116,7 +124,7 @@ def run(
         try:
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            _kill(process)
+            process.end()
             raise RuntimeFailed(
                 f"{argv[0]} did not finish within {seconds:g} s",
                 hint="run it manually, and check what it waits for",
@@ -127,15 +135,6 @@ def run(
             ) from error
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Finished(code, _text(out), _text(err))
-
-
-def _kill(process: Child) -> None:
-    """Kill a child, and reap it; one that waits in the kernel, for a disk for example, is left behind."""
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_PATIENCE)
-    if process.returncode is None:
-        process.returncode = -signal.SIGKILL  # otherwise the end of its `with` block would wait
 
 
 def _text(data: bytes | None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from testhost.cache import Cache
 
 HOST = str(Path(__file__).resolve().parent / "host")
 DEADLINE_S = 30.0
+BEGINNING_S = 600.0  # the tree may have to be made first
 # A container that outlives its podman, then a word on stdout, then nothing.
 CONTAINER = "podman run -d localhost/base sleep 1000 >/dev/null && echo ready && exec sleep 1000"
 
@@ -38,7 +40,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def enter(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     argv = [HOST, "enter", *words]
-    return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=BEGINNING_S, check=False)
 
 
 class Run:
@@ -73,11 +75,14 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     argv = [HOST, "enter", "--cgroup", request.param, "--", "sh", "-c", CONTAINER]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    yield Run(process)
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    try:
+        assert select.select([process.stdout], [], [], BEGINNING_S)[0], "its container does not run"
+        assert process.stdout.readline() == "ready\n"
+        yield Run(process)
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+        process.stdout.close()
 
 
 @pytest.fixture(autouse=True)

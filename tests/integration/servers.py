@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import ge
 from pathlib import Path
 from types import TracebackType
 
@@ -52,8 +53,10 @@ class Clients:
     def __init__(self, address: str, port: int, *, rate: int = 100, held: int = 4) -> None:
         self.short: Counter[str] = Counter()
         self.held: Counter[str] = Counter()
+        self.answers = [0] * held
+        """By connection that stays open."""
         self._where = (address, port)
-        self._rate, self._holders = rate, held
+        self._rate = rate
         self._end = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._work()), daemon=True)
 
@@ -79,7 +82,7 @@ class Clients:
             if writer is not None:
                 writer.close()
 
-    async def _hold(self) -> None:
+    async def _hold(self, which: int) -> None:
         """A connection that stays open; when it is lost, another."""
         number = 0
         while not self._end.is_set():
@@ -90,6 +93,7 @@ class Clients:
                     number += 1
                     await self._ask(reader, writer, number)
                     self.held["answers"] += 1
+                    self.answers[which] += 1
                     await asyncio.sleep(0.02)
             except (TimeoutError, OSError, EOFError, AssertionError) as error:
                 # Before the connection was there it is one of the new ones.
@@ -100,7 +104,7 @@ class Clients:
                     writer.close()
 
     async def _work(self) -> None:
-        holders = [asyncio.create_task(self._hold()) for _ in range(self._holders)]
+        holders = [asyncio.create_task(self._hold(which)) for which in range(len(self.answers))]
         tasks: set[asyncio.Task[None]] = set()
         begun, number = time.monotonic(), 0
         while not self._end.is_set():
@@ -175,10 +179,10 @@ class Server:
         wanted = clients.answered() + more
         until(lambda: clients.answered() >= wanted, f"answers to new connections: {clients.short}")
 
-    def wait_for_held(self, clients: Clients, more: int = 8) -> None:
-        """Connections that stay open are answered."""
-        wanted = clients.held["answers"] + more
-        until(lambda: clients.held["answers"] >= wanted, f"answers to old connections: {clients.held}")
+    def wait_for_held(self, clients: Clients, more: int = 2) -> None:
+        """Each connection that stays open is answered."""
+        wanted = [count + more for count in clients.answers]
+        until(lambda: all(map(ge, clients.answers, wanted)), f"answers to old connections: {clients.held}")
 
 
 def _address(container: Container, network: str) -> str:

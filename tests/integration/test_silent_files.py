@@ -99,7 +99,9 @@ def test_a_mapping_that_is_not_answered_for(
     container.remove()
 
 
-def test_a_store_that_is_not_answered_for(crun: None, server: tuple[Path, subprocess.Popen[str]]) -> None:
+def test_a_store_that_is_not_answered_for(
+    crun: None, tmp_path: Path, server: tuple[Path, subprocess.Popen[str]]
+) -> None:
     """A spill that waits for it ends at a signal, with its memory in RAM; the next one succeeds.
 
     Its deadline ends it in the same way: tests/unit/runtime_shim/snapshot/suspended_containers/test_spill.py.
@@ -116,13 +118,13 @@ def test_a_store_that_is_not_answered_for(crun: None, server: tuple[Path, subpro
         assert running.stdout is not None
         assert running.stdout.readline() == "silent\n"
         argv = [COMMAND, "suspend", "--spill", "--wait", "w"]
-        with waiting.Process(argv, stderr=subprocess.PIPE, text=True) as spilling:
-            assert spilling.stderr is not None
+        said = tmp_path / "said"
+        with said.open("w") as file, waiting.Process(argv, stderr=file) as spilling:
             try:
                 until(lambda: waits_for_server(spilling.pid), "a thread that waits for the store")
                 spilling.send_signal(signal.SIGTERM)
                 # Not to the end: the kernel lets no process end that waits for such a server.
-                text = next(line for line in spilling.stderr if line.strip())
+                text = until(lambda: said.read_text().strip(), "what it says of the signal")
                 assert usage("w")["ram"]
             finally:
                 running.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -453,14 +454,15 @@ exec /usr/bin/podman "$@"
     nothing_left()
 
 
-def begin(*words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def begin(*words: str, env: dict[str, str] | None = None) -> waiting.Process:
     """A gpusnap that goes on meanwhile."""
-    return subprocess.Popen([COMMAND, *words], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
+    return waiting.Process([COMMAND, *words], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
 
 
 def lets_go_on(command: subprocess.Popen[bytes], go: Path) -> None:
     """Have Podman begin once a command says that it waits for it, and wait for the command's end."""
     assert command.stderr is not None
+    assert select.select([command.stderr], [], [], DEADLINE)[0], "it does not say that it waits"
     said = command.stderr.readline().decode()
     go.touch()
     waiting.communicate(command, DEADLINE)

@@ -39,6 +39,7 @@ def test_it_runs_on(serving: shimhost.Writer, network: str, established: bool) -
         for _ in range(ROUNDS):
             server.round(leave_running=True, established=established)
             server.wait_for_answers(clients)
+            server.wait_for_held(clients)
         assert set(clients.short) == {"ok"}
         assert _lost(clients) == {}
     server.container.goes_on()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import shimhost
-from support import Container, good, kill_at, manifest, podman, run, sentence
+from support import Container, good, kill_at, manifest, members, podman, run, sentence, until
 
 # A child waits for most of the time: with CRIU alone nearly every dump ends with its timeout.
 BUSY = ("--vforks", "60")
@@ -17,6 +17,12 @@ def left() -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
+def starts_programs(container: Container) -> None:
+    """Wait until it ticks on, and until a third process is about to begin a program."""
+    container.goes_on()
+    until(lambda: len(members(container)) > 2, "a program that begins")
+
+
 def test_checkpoints(real: str, tmp_path: Path) -> None:
     """It is checkpointed as often as one likes while it runs, and comes back from the last one."""
     container = Container.start("w", *BUSY)
@@ -24,11 +30,11 @@ def test_checkpoints(real: str, tmp_path: Path) -> None:
         good(container.checkpoint(tmp_path / "a.tar", "--leave-running"))
         assert "pause container" in [step["step"] for step in manifest(tmp_path / "a.tar")["timing"]]
         assert container.inspect()["State"]["Status"] == "running"
-        container.goes_on()
+        starts_programs(container)
     good(container.checkpoint(tmp_path / "a.tar"))
     container.remove()
     back = Container.restore("w", tmp_path / "a.tar")
-    back.goes_on()
+    starts_programs(back)
     good(back.checkpoint(tmp_path / "b.tar"))
     assert left() == []
 
@@ -43,7 +49,7 @@ def test_paused_by_its_user(real: str, tmp_path: Path) -> None:
         assert container.inspect()["State"]["Status"] == "paused"
         assert container.log() == before
         good(podman("unpause", "w"))
-        container.goes_on()
+        starts_programs(container)
     assert left() == []
 
 

@@ -13,6 +13,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,18 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < limit, f"not within {DEADLINE} s: {what}"
         select.select([], [], [], 0.005)
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """The next line that a process prints; at the deadline it is killed, and there is none."""
+    assert process.stdout
+    late = threading.Timer(DEADLINE, process.kill)
+    late.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        late.cancel()
+        late.join()
 
 
 @functools.cache

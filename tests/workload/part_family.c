@@ -15,6 +15,10 @@
 #include "gpuwork.h"
 
 #define FAMILY_MAX 256
+/* For a member to end after SIGTERM; and where a worker has failed, because a rank whose peer has ended waits
+ * for it on the GPU without end. */
+#define ENDING_MS 30000
+#define FAILED_MS 1000
 
 static pid_t members[FAMILY_MAX];
 static int member_count;
@@ -105,14 +109,25 @@ void family_count(const struct options *options)
             count(options);
 }
 
-void family_end(void)
+/* By SIGTERM, and by SIGKILL after so long. */
+static void end_members(unsigned ms)
 {
     for (int i = 0; i < member_count; i++)
         kill(members[i], SIGTERM);
-    for (int i = 0; i < member_count; i++)
-        while (waitpid(members[i], NULL, 0) < 0 && errno == EINTR)
-            ;
+    for (unsigned waited = 0; member_count; waited++) {
+        for (int i = member_count - 1; i >= 0; i--) {
+            if (waited == ms)
+                kill(members[i], SIGKILL);
+            pid_t pid = waitpid(members[i], NULL, waited < ms ? WNOHANG : 0);
+            if (pid != 0 && (pid > 0 || errno != EINTR))
+                members[i] = members[--member_count];
+        }
+        if (member_count)
+            nanosleep(&(struct timespec){0, 1000000}, NULL);
+    }
 }
+
+void family_end(void) { end_members(ENDING_MS); }
 
 /* The launcher's own command line, with --procs 0, a seed of its own for each worker, and its rank at the end,
  * where they win. */
@@ -170,6 +185,6 @@ int family_run_workers(int argc, char **argv, const struct options *options)
             stopping = 1;
     }
     sigprocmask(SIG_SETMASK, &before, NULL);
-    family_end();
+    end_members(status ? FAILED_MS : ENDING_MS);
     return status;
 }

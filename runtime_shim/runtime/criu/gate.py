@@ -115,8 +115,7 @@ class Gate:
         try:
             return child.wait(_PATIENCE) == 0 and self._probed
         except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+            child.end()
             return False
 
     def close(self) -> None:

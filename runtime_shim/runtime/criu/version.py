@@ -94,7 +94,7 @@ def refuses(family: int, kind: int, protocol: int) -> bool:
 
 
 @contextlib.contextmanager
-def _sleeper(descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
+def _sleeper(descriptor: int) -> Iterator[Child]:
     """Yield a process that has the descriptor and does nothing; in a session of its own, as CRIU requires."""
     process = Child(
         ["sleep", str(2 * _PATIENCE)],
@@ -108,8 +108,7 @@ def _sleeper(descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        process.kill()
-        process.wait()
+        process.end()
 
 
 def _environment() -> dict[str, str]:

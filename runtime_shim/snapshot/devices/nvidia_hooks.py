@@ -269,7 +269,8 @@ def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) 
         note(f"NVIDIA's hook {hook.name} printed: {said}")
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Child) -> None:
     """Kill a hook and what it started, which is in a session of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.end()

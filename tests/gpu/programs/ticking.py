@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import _ctypes
 import argparse
 import contextlib
-import importlib
 import os
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -24,21 +23,23 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--ticks", type=int, default=0, help="end after so many (0: never)")
     options.add_argument("--pause", type=float, default=0.03, help="seconds between ticks")
     options.add_argument("--programs", action="store_true", help="run programs all the time, by vfork")
-    options.add_argument("--forks", type=int, default=0, help="threads that fork and import all the time")
+    options.add_argument("--forks", type=int, default=0, help="threads that fork and load libraries")
     return options
 
 
-def _fork_and_import() -> None:
-    """Hold the C library's locks most of the time: fork takes malloc's, an import the loader's."""
+def _fork_and_load() -> None:
+    """Hold the C library's locks most of the time: fork takes malloc's, loading a library the loader's.
+
+    An import would load its library once: Python never unloads one.
+    """
     while True:
         child = os.fork()
         if not child:
             os._exit(0)
         os.waitpid(child, 0)
-        for name in ("_bz2", "_lzma", "_sqlite3", "_curses", "_elementtree"):
-            sys.modules.pop(name, None)
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
+        for name in ("libresolv.so.2", "libutil.so.1", "libanl.so.1"):
+            with contextlib.suppress(OSError):
+                _ctypes.dlclose(_ctypes.dlopen(name, os.RTLD_NOW))
 
 
 def _programs() -> None:
@@ -55,7 +56,7 @@ def run(step: Step, options: argparse.Namespace) -> None:
         # JAX and Python warn of a fork in a process with threads; it is what is to be tried.
         warnings.simplefilter("ignore")
     for _ in range(options.forks):
-        threading.Thread(target=_fork_and_import, daemon=True).start()
+        threading.Thread(target=_fork_and_load, daemon=True).start()
     if options.programs:
         threading.Thread(target=_programs, daemon=True).start()
     tick = 0

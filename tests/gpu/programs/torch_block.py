@@ -8,6 +8,7 @@ other words, in runs of whole pieces.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -31,8 +32,8 @@ def launch(processes: int) -> None:
     """Be a launcher without CUDA, and end when the first worker fails."""
     words = [sys.executable, *sys.argv, "--procs", "1", "--of", str(processes), "--rank"]
     workers = [subprocess.Popen([*words, str(rank)]) for rank in range(processes)]
-    for worker in workers:
-        if worker.wait():
+    for _ in workers:
+        if os.wait()[1]:
             raise SystemExit(1)
 
 

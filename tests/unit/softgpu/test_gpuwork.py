@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from softgpu_box import DEADLINE, GPUWORK, Box, build, open_boxes
+from softgpu_box import DEADLINE, GPUWORK, Box, build, open_boxes, read_line
 
 STILL = ["--mib", "44", "--tick", "1", "--touch", "2", "--slices", "4", "--clock"]
 
@@ -23,12 +23,13 @@ def boxes(tmp_path: Path) -> Iterator[Callable[..., Box]]:
 
 def ticks(work: subprocess.Popen[str], last: Callable[[str], bool]) -> list[str]:
     """The lines up to one that is the last."""
-    assert work.stdout
-    seen = []
-    for line in work.stdout:
+    seen: list[str] = []
+    end = time.monotonic() + DEADLINE
+    while line := read_line(work):
         seen.append(line)
         if last(line):
             break
+        assert time.monotonic() < end, f"no such line within {DEADLINE} s, but {line}"
     return seen
 
 

@@ -27,6 +27,7 @@ from softgpu_box import (
     Agent,
     Box,
     open_boxes,
+    read_line,
     wait_until,
 )
 
@@ -437,12 +438,15 @@ def test_gpuwork_goes_on_after_a_checkpoint(box: Box, caller: Agent) -> None:
 def test_gpuwork_in_its_other_forms(box: Box, extra: list[str]) -> None:
     """Launcher with workers, late starter, managed memory: right words, and an end in good order."""
     with box.popen([str(GPUWORK), "--mib", "2", "--tick", "1", "--ticks", "0", *extra]) as work:
-        assert work.stdout
         pids: set[str] = set()
-        while len(pids) < (1 if "--managed" in extra else 2):
-            fields = work.stdout.readline().split()
-            assert fields[2] == "ok"
-            pids.add(fields[0])
-        work.terminate()
-        work.communicate(timeout=DEADLINE)
+        end = time.monotonic() + DEADLINE
+        try:
+            while len(pids) < (1 if "--managed" in extra else 2):
+                assert time.monotonic() < end, f"only {pids} tick"
+                fields = read_line(work).split()
+                assert fields[2] == "ok"
+                pids.add(fields[0])
+        finally:
+            work.terminate()
+            work.communicate(timeout=DEADLINE)
         assert work.returncode == 0

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from softgpu_box import DEADLINE, GPUWORK, LOCKED, OK, RUNNING, Agent, Box, open_boxes, wait_until
+from softgpu_box import (
+    DEADLINE,
+    GPUWORK,
+    LOCKED,
+    OK,
+    RUNNING,
+    Agent,
+    Box,
+    open_boxes,
+    read_line,
+    wait_until,
+)
 
 GROUP = 1 << 40
 BRIEFLY = 50
@@ -170,8 +183,7 @@ def test_gpuwork(boxes: Callable[..., Box]) -> None:
     line = [str(GPUWORK), "--mib", "2", "--tick", "1", "--procs", "3", "--collective"]
     with boxes(1).popen(line) as work:
         try:
-            assert work.stdout
-            lines = [work.stdout.readline() for _ in range(60)]
+            lines = [read_line(work) for _ in range(60)]
         finally:
             work.terminate()
         rest, _ = work.communicate(timeout=DEADLINE)
@@ -184,6 +196,19 @@ def test_gpuwork(boxes: Callable[..., Box]) -> None:
     assert len(found) == 3
     assert len({tuple(numbers) for numbers in found.values()}) == 1
     assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in found.values())
+
+
+def test_gpuwork_whose_rank_dies(boxes: Callable[..., Box]) -> None:
+    """The others wait for it on the GPU without end: the launcher ends them, and says that it failed."""
+    line = [str(GPUWORK), "--mib", "2", "--tick", "1", "--procs", "3", "--collective"]
+    with boxes(1).popen(line) as work:
+        try:
+            pid = int(read_line(work).split()[0].removeprefix("pid="))
+            os.kill(pid, signal.SIGKILL)
+            work.communicate(timeout=DEADLINE)
+        finally:
+            work.kill()
+    assert work.returncode == 1
 
 
 def test_gpuwork_alone() -> None:

@@ -24,21 +24,28 @@ def test_each_item_once() -> None:
     run_for_each([], done.append, threads=0)
 
 
-def test_the_first_error_ends_it() -> None:
+def test_the_first_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one thread raises is raised; the others leave before their next item."""
     done: list[int] = []
-    failed = threading.Event()
+    begun, failed = threading.Event(), threading.Event()
+    fail = Crew._fail
+
+    def note(self: Crew, error: BaseException) -> None:
+        fail(self, error)
+        failed.set()
 
     def do(item: int) -> None:
         if item == 0:
-            failed.set()
+            assert begun.wait(60)
             raise ValueError("the first")
+        begun.set()
         assert failed.wait(60)
         done.append(item)
 
+    monkeypatch.setattr(Crew, "_fail", note)
     with pytest.raises(ValueError, match="the first"):
         run_for_each(range(1000), do, threads=2)
-    assert len(done) < 1000
+    assert done == [1]
 
 
 def only(count: int, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:

@@ -363,7 +363,7 @@ class Turns:
     def __enter__(self) -> None:
         with self._lock:
             self.asked += 1
-        self.semaphore.acquire()
+        assert self.semaphore.acquire(timeout=30)
         with self._lock:
             self.inside += 1
             self.most = max(self.most, self.inside)

@@ -39,10 +39,11 @@ def test_the_error_of_the_block(folder: Path) -> None:
 def test_one_that_never_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it without end."""
     monkeypatch.setattr(threads, "_PATIENCE", 0.05)
-    may = threading.Event()
-    monkeypatch.setattr(import_ahead, "_import", lambda names: may.wait())
+    may, waited = threading.Event(), list[bool]()
+    monkeypatch.setattr(import_ahead, "_import", lambda names: waited.append(may.wait(60)))
     with import_meanwhile("ahead_never"):
         pass
+    assert waited == []
     may.set()
 
 

@@ -219,11 +219,13 @@ def test_a_process_that_ends_meanwhile(family: Family) -> None:
 def test_stopped() -> None:
     """A process that SIGSTOP holds answers nobody; one that runs or has ended is not stopped."""
     with subprocess.Popen(["sleep", "600"]) as process:
-        assert not proc.is_stopped(process.pid)
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
-        assert proc.is_stopped(process.pid)
-        process.kill()
+        try:
+            assert not proc.is_stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            assert proc.is_stopped(process.pid)
+        finally:
+            process.kill()
         process.wait()
         assert not proc.is_stopped(process.pid)
 
@@ -232,10 +234,12 @@ def test_dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process with SIGKILL pending, or that exits, is dying though it is there; others are not."""
     assert not proc.is_dying(os.getpid())
     with subprocess.Popen(["sleep", "60"]) as child:
-        os.kill(child.pid, signal.SIGSTOP)
-        wait_for(lambda: proc.is_stopped(child.pid), "that it stops")
-        assert not proc.is_dying(child.pid), "another signal"
-        os.kill(child.pid, signal.SIGKILL)
+        try:
+            os.kill(child.pid, signal.SIGSTOP)
+            wait_for(lambda: proc.is_stopped(child.pid), "that it stops")
+            assert not proc.is_dying(child.pid), "another signal"
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
         assert proc.is_dying(child.pid), "at once"
     assert proc.is_dying(child.pid), "it is gone"
     monkeypatch.setattr(proc, "PROC", str(tmp_path))

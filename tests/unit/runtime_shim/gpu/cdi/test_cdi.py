@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import find, given
 from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.gpu.cdi import spec as cdi
@@ -353,6 +353,21 @@ SHAPED = st.fixed_dictionaries(
     },
     optional={"containerEdits": ANY, "annotations": ANY},
 )
+# What is wrong with these is in a text at most.
+TEXT = WORDS | st.text(st.sampled_from("a=/é\0\ud800"), min_size=1, max_size=3)
+SOUND = st.fixed_dictionaries(
+    {
+        "env": st.lists(st.builds("A{}={}".format, TEXT, TEXT), max_size=2),
+        "deviceNodes": st.lists(st.fixed_dictionaries({"path": TEXT}), min_size=1, max_size=2),
+        "mounts": st.lists(st.fixed_dictionaries({"hostPath": TEXT, "containerPath": TEXT}), max_size=2),
+    }
+).map(
+    lambda edits: {
+        "cdiVersion": "0.5.0",
+        "kind": "nvidia.com/gpu",
+        "devices": [{"name": "0", "containerEdits": edits}],
+    }
+)
 
 
 def outcome(data: bytes, name: str) -> cdi.Spec | None:
@@ -375,14 +390,19 @@ def test_any_yaml(text: str, at: int) -> None:
     outcome((NVIDIA[:at] + text + NVIDIA[at:]).encode("utf-8", "surrogatepass"), "x.yaml")
 
 
-@given(SHAPED | ANY)
+@given(SOUND | SHAPED | ANY)
 def test_any_structure(content: Any) -> None:
     """Any JSON value: a spec or a CdiError; a spec's texts are plain strings that a path can be."""
     spec = outcome(json.dumps(content).encode(), "x.json")
     if spec is not None:
         for each in (spec.edits, *(device.edits for device in spec.devices)):
             texts = (*each.env, *(node.host_path for node in each.nodes), *(m.host_path for m in each.mounts))
-            assert all(type(text) is str and text and os.fsencode(text) for text in texts)
+            assert all(type(text) is str and text and b"\0" not in os.fsencode(text) for text in texts)
+
+
+def test_some_are_specs() -> None:
+    """The test above looks at something."""
+    find(SOUND, lambda content: outcome(json.dumps(content).encode(), "x.json") is not None)
 
 
 Folders = Callable[[dict[str, str]], tuple[str, str]]

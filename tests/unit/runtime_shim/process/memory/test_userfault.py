@@ -65,6 +65,7 @@ def test_who_comes_while_it_is_released_goes_on(file: int) -> None:
         with ExitStack() as stack:
             stack.callback(os.waitpid, child, 0)
             stack.callback(os.kill, child, signal.SIGKILL)
+            assert ours.poll(30), "the other process has ended"
             number, address = ours.recv()
             pidfd = os.pidfd_open(child)
             stack.callback(os.close, pidfd)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from softgpu_box import GPUWORK, Box, open_boxes, wait_until
+from softgpu_box import DEADLINE, GPUWORK, Agent, Box, open_boxes, wait_until
 
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import positions
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86-6
 class Caller:
     """gpu_caller.py in a box."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+    def __init__(self, box: Box) -> None:
+        path = str(CALLER.parents[2])
+        self.agent = Agent(box.popen([sys.executable, str(CALLER)], PYTHONPATH=path))
+        box.agents.append(self.agent)
+        self("open")
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        assert self.process.stdin
-        assert self.process.stdout
-        print(json.dumps([method, *arguments]), file=self.process.stdin, flush=True)
-        kind, value = json.loads(self.process.stdout.readline())
+        kind, value = self.agent.call(method, *arguments)
         assert not kind, f"{kind}: {value}"
         return value
 
@@ -48,13 +48,29 @@ class Work:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process, self.pid = process, process.pid
+        assert process.stdout
+        self._number, self._said = process.stdout.fileno(), b""
         self.ticks(2)
 
     def ticks(self, number: int) -> None:
         """Wait for so many more ticks, each with every word right."""
-        assert self.process.stdout
         for _ in range(number):
-            assert " ok " in self.process.stdout.readline()
+            while b"\n" not in self._said:
+                self._read(DEADLINE)
+            line, _, self._said = self._said.partition(b"\n")
+            assert b" ok " in line
+
+    def drain(self) -> None:
+        """Read what it has printed before it was stopped: ticks that are read then are later ones."""
+        while select.select([self._number], [], [], 0)[0]:
+            self._read(0)
+        self.ticks(self._said.count(b"\n"))
+
+    def _read(self, seconds: float) -> None:
+        assert select.select([self._number], [], [], seconds)[0], "it does not tick"
+        piece = os.read(self._number, 1 << 16)
+        assert piece, "it has ended"
+        self._said += piece
 
     def thread(self, name: str) -> int:
         """The first of its threads of a name."""
@@ -68,12 +84,8 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 
 @pytest.fixture
-def caller(box: Box) -> Iterator[Caller]:
-    with box.popen([sys.executable, str(CALLER)], PYTHONPATH=str(CALLER.parents[2])) as process:
-        found = Caller(process)
-        found("open")
-        yield found
-        process.kill()
+def caller(box: Box) -> Caller:
+    return Caller(box)
 
 
 @pytest.fixture
@@ -113,6 +125,7 @@ def there_and_back(caller: Caller, work: Work) -> None:
     assert proc.is_still(work.pid)
     caller("safe_restore", work.pid)
     assert proc.is_still(work.pid)
+    work.drain()
     go_on([work.pid])
     caller("safe_unlock", work.pid)
     work.ticks(5)

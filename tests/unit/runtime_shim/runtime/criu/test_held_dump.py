@@ -61,7 +61,10 @@ class Dump:
         environment = {**os.environ, **self._held.environment, "CRTOOLS_SCRIPT_ACTION": "post-dump"}
         with subprocess.Popen([self._held.script], env=environment) as self.program:
             self.asked.set()
-            return self.program.wait(DEADLINE)
+            try:
+                return self.program.wait(DEADLINE)
+            finally:
+                self.program.kill()
 
 
 def nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.mount_namespace import show_mounts
+from gpusnap.runtime_shim.runtime import child_process
+from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.snapshot.devices import nvidia_hooks as rerun
 
@@ -210,6 +213,27 @@ def test_timeout(host: Host) -> None:
     assert "did not end within 1 s and was killed" in host.rerun(hook(LDCACHE, timeout=1))
     child = int((host.folder / "child").read_text())
     wait_for(lambda: not proc.is_running(child), "the end of what the hook started")
+
+
+def test_a_hook_that_the_kernel_does_not_let_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a file system that does not respond, and is left behind: the restore goes on."""
+    waits, left = Child.wait, set[int]()
+
+    def wait(self: Child, timeout: float | None = None) -> int:
+        assert timeout is not None or self.returncode is not None, "a wait without a deadline"
+        left.add(self.pid)
+        return waits(self, timeout)
+
+    host.program("exec sleep 60")
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "wait", wait)
+        patch.setattr(Child, "kill", lambda self: None)
+        patch.setattr(os, "killpg", lambda group, number: None)
+        patch.setattr(child_process, "_PATIENCE", 0.1)
+        assert "did not end within 1 s and was killed" in host.rerun(hook(LDCACHE, timeout=1))
+    (pid,) = left
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def test_failure_is_a_note(host: Host) -> None:

@@ -751,13 +751,13 @@ def test_a_claim_goes_with_its_load_process(
             threading.Event().wait(60)
         finally:
             os._exit(1)
+    os.close(writing)
     assert os.read(reading, 1) == b"x"
     assert reservations.read_reserved(room) == {reservations.RAM: needed(record)}
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert reservations.read_reserved(room) == {}
     os.close(reading)
-    os.close(writing)
     tmpfs.unmount_if_empty()
 
 

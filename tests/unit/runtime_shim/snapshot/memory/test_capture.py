@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from select import select
 from typing import Any
 
 import pytest
-from fakes import FakeDriver, a_manifest, wait_for
+from fakes import DEADLINE, FakeDriver, a_manifest, wait_for
 
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import is_zero
@@ -79,6 +80,7 @@ class Holder:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(word, file=self.process.stdin, flush=True)
+        assert select([self.process.stdout], [], [], DEADLINE)[0], "it does not go on"
         return self.process.stdout.readline().strip()
 
 

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from select import select
 
 import pytest
-from fakes import wait_for
+from fakes import DEADLINE, wait_for
 from holders import be_killed, blocked
 
 from gpusnap.runtime_shim.process import proc
@@ -69,6 +70,7 @@ def test_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert [*journal.threads(KEY)] == []
             os.kill(child.pid, signal.SIGCONT)
             child.stdin.write(b"k")
+            assert select([child.stdout], [], [], DEADLINE)[0], "it does not go on"
             assert child.stdout.read(1) == b"l"
             child.terminate()
             assert child.wait(60) == -signal.SIGTERM
