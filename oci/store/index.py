@@ -135,7 +135,7 @@ class Catalog:
         digest = self.find_exactly(wanted).descriptor.digest
         self._give(check_name(name), digest, self._find_by_digest(digest)[0])
 
-    def remove(self, wanted: str, checked: Sequence[Entry] = ()) -> tuple[str, ...]:
+    def remove(self, wanted: str, checked: Sequence[Entry] | None = None) -> tuple[str, ...]:
         """Remove a name, or, by its digest, something with all its names; return the removed names.
 
         A name without a tag only means itself here. `checked`: all entries of its digest, as the caller has
@@ -144,10 +144,8 @@ class Catalog:
         self._removing = True
         found = self.find_exactly(wanted)
         now = {each.name for each in self.entries() if each.descriptor.digest == found.descriptor.digest}
-        if checked and (checked[0].descriptor.digest, {each.name for each in checked}) != (
-            found.descriptor.digest,
-            now,
-        ):
+        seen = {(each.descriptor.digest, each.name) for each in checked or ()}
+        if checked is not None and seen != {(found.descriptor.digest, name) for name in now}:
             raise StoreError(
                 f"{wanted[:80]} is not removed, because another command has just changed what it names in "
                 f"{self.path}, or the other names of that. Now it is {found.descriptor.digest} "

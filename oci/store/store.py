@@ -232,7 +232,7 @@ class Store:
             catalog.tag(wanted, name)
             catalog.write()
 
-    def remove(self, wanted: str, checked: Sequence[Entry] = ()) -> tuple[str, ...]:
+    def remove(self, wanted: str, checked: Sequence[Entry] | None = None) -> tuple[str, ...]:
         """Remove a name from the index, or, by its digest, something with all its names.
 
         Returns the removed names. The blobs stay until gc. `checked`: all entries of its digest, if the

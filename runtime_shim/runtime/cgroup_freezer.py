@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from gpusnap.oci.base.files import is_folder
 from gpusnap.runtime_shim.base.errors import GpusnapError, reason
 
-# The cgroup was removed: all its processes have ended. ENODEV: while its file was open (fs/kernfs/file.c).
-_GONE = (errno.ENOENT, errno.ENODEV)
+GONE = (errno.ENOENT, errno.ENODEV)
+"""The cgroup was removed: all its processes have ended. ENODEV: its file was open (fs/kernfs/file.c)."""
 # Seconds until all processes are frozen. None continues to run user code once the kernel has the request, so
 # the wait is only for those that check whether the container is paused.
 _FREEZING = 2.0
@@ -69,7 +69,7 @@ def _with_inner(group: str) -> Iterator[str]:
             with os.scandir(folder) as entries:
                 waiting += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
         except OSError as error:
-            if error.errno in _GONE:
+            if error.errno in GONE:
                 continue
             raise _make_unreadable_error(folder, error) from error
         yield folder
@@ -84,7 +84,7 @@ def _write(group: str, text: str, how: str) -> None:
         with open(f"{group}/cgroup.freeze", "w", encoding="ascii") as file:
             file.write(text)
     except OSError as error:
-        if error.errno in _GONE:
+        if error.errno in GONE:
             return  # all have ended
         raise GpusnapError(
             f"the cgroup {group} cannot be {how}: {reason(error)}", hint="check that gpusnap may write there"
@@ -96,6 +96,6 @@ def _read(group: str, name: str) -> str:
         with open(f"{group}/{name}", encoding="ascii") as file:
             return file.read()
     except OSError as error:
-        if error.errno in _GONE:
+        if error.errno in GONE:
             return ""
         raise _make_unreadable_error(group, error) from error

@@ -26,13 +26,13 @@ version 2 is asked for its processes, and the PID namespace of a process, which 
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Collection, Iterable, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime.cgroup_freezer import GONE
 
 Cgroup = tuple[str, str]
 """Hierarchy (version 2 has the empty one) and path."""
@@ -41,8 +41,6 @@ UNIFIED = "/sys/fs/cgroup"
 """Where crun and runc look for version 2 of the cgroups."""
 # Cgroups below a container's that are asked one by one. There may be more of them than processes.
 _MOST = 1000
-# The cgroup was removed: before its file was opened, or after (fs/kernfs/file.c).
-_GONE = (errno.ENOENT, errno.ENODEV)
 
 # The PID namespaces of processes, by PID and start.
 _spaces: dict[tuple[int, int], str] = {}
@@ -121,7 +119,7 @@ def _read_cgroup(path: str) -> set[int] | None:
             with os.scandir(directory) as entries:
                 names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except OSError as error:
-            if error.errno in _GONE:
+            if error.errno in GONE:
                 continue
             return None
         directories += [f"{directory}/{name}" for name in names]
@@ -131,7 +129,7 @@ def _read_cgroup(path: str) -> set[int] | None:
             with open(f"{directory}/cgroup.procs", "rb") as file:
                 found.update(map(int, file.read().split()))
         except OSError as error:
-            if error.errno not in _GONE:  # EOPNOTSUPP: of a threaded one (cgroups(7))
+            if error.errno not in GONE:  # EOPNOTSUPP: of a threaded one (cgroups(7))
                 return None
     return found
 

@@ -203,20 +203,17 @@ def find_needed(store: Store, needy: Sequence[NeedyContainer]) -> frozenset[str]
     return frozenset(found)
 
 
-def check_removal(store: Store, wanted: str, digest: str) -> None:
-    """Refuse to remove a name or a digest if the only memory of a stopped container would be lost.
+def check_removal(store: Store, root: Descriptor) -> None:
+    """Refuse to remove a checkpoint if the only memory of a stopped container would be lost.
 
     Only memory without records is checked: the records of a checkpoint are removed together with its memory.
     Raises GpusnapError, also if Podman does not say which containers it has; LayoutError.
     """
     from gpusnap.checkpoints.list import is_pages_only
 
-    entries = [each for each in store.entries() if each.descriptor.digest == digest]
-    if not entries or (wanted in {each.name for each in entries} and len(entries) > 1):
-        return  # it is gone already, or keeps another name
-    if not is_pages_only(store, entries[0].descriptor):
+    if not is_pages_only(store, root):
         return
-    hint = "try again when Podman answers, or remove it with --force"
+    digest, hint = root.digest, "try again when Podman answers, or remove it with --force"
     try:
         stopped = list_restorable(store)
         hint = "gpusnap recover names the export; if it is of no use, remove that, or this with --force"

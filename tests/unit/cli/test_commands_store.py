@@ -772,9 +772,9 @@ def test_rm_of_what_has_just_gone(gpusnap: Run, kept: Kept, monkeypatch: pytest.
     """Another command has removed it before it is looked at."""
     real = in_podman.check_removal
 
-    def late(store: Store, wanted: str, digest: str) -> None:
-        store.remove(digest)
-        real(store, wanted, digest)
+    def late(store: Store, root: Descriptor) -> None:
+        store.remove(root.digest)
+        real(store, root)
 
     monkeypatch.setattr(upkeep, "check_removal", late)
     code, _, err = gpusnap("rm", "w:1")

@@ -5,22 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from outgoing import outgoing
 
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.cli.recover_list import Names, line, list_waiting
 from gpusnap.migration.records import Record
 
-LEAVING = OutgoingMigration(
-    id="0" * 32,
-    container="ab12",
-    name="w",
-    there="w",
-    host="gpu2",
-    route=(),
-    store="/store",
-    checkpoint="w:2026-01-01",
-)
+LEAVING = outgoing(container="ab12", route=(), checkpoint="w:2026-01-01")
 COMING = Record(id="1" * 32, state="coming", name="v")
 
 

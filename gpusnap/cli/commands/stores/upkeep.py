@@ -30,6 +30,7 @@ from gpusnap.cli.options.registry import registry_options
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.store.gc import Collected
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import Entry, format_names
@@ -252,9 +253,10 @@ def _remove_each(word: str, stores: dict[str, Store], *, everything: bool, force
         with convert_errors():
             digest = store.find_exactly(wanted).descriptor.digest
             checked = [each for each in store.entries() if each.descriptor.digest == digest]
-            if not force:
-                check_removal(store, wanted, digest)
-                _check_migrations(store, wanted, digest)
+            keeps_name = len(checked) > 1 and wanted in {each.name for each in checked}
+            if checked and not keeps_name and not force:
+                check_removal(store, checked[0].descriptor)
+                _check_migrations(store, checked[0].descriptor)
             names = store.remove(wanted, checked)
             entries = store.entries()
             left = tuple(each.name for each in entries if each.descriptor.digest == digest)
@@ -264,20 +266,17 @@ def _remove_each(word: str, stores: dict[str, Store], *, everything: bool, force
         yield _Removed(word, store.path, digest, names, left)
 
 
-def _check_migrations(store: Store, wanted: str, digest: str) -> None:
+def _check_migrations(store: Store, root: Descriptor) -> None:
     """Refuse to remove what may be needed to continue a container here, if it does not run on another host.
 
     Raises GpusnapError, LayoutError.
     """
-    entries = [each for each in store.entries() if each.descriptor.digest == digest]
-    if not entries or (wanted in {each.name for each in entries} and len(entries) > 1):
-        return  # it is gone already, or keeps another name
     notes: Mapping[str, str] = {}
     with suppress(OciError):  # a damaged one, or another tool's
-        notes = artifact.read(entries[0].descriptor, store.read).annotations
+        notes = artifact.read(root, store.read).annotations
     try:
         migrations.check_last(notes.get(CONTAINER_ID, ""), notes.get(CREATED, ""))
-        migrations.check(digest)
+        migrations.check(root.digest)
     except GpusnapError as error:
         error.add_hint("gpusnap rm --force removes the checkpoint for good")
         raise
