@@ -7,7 +7,6 @@ the line as it is. Nothing here may fail or wait long; if there is no quick answ
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -122,18 +121,15 @@ def complete_store(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 def complete_container(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The name of a container that runs, by Podman."""
+    from gpusnap.runtime_shim.runtime import child_process
+
     try:
-        done = subprocess.run(
-            ["podman", "container", "ps", "--format", "{{.Names}}"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_DEADLINE,
-            check=False,
+        done = child_process.run(
+            ["podman", "container", "ps", "--format", "{{.Names}}"], env=os.environ, seconds=_DEADLINE
         )
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+    except GpusnapError:
         return []
-    return _items(done.stdout.split(), incomplete)
+    return _items(done.out.split(), incomplete)
 
 
 def complete_suspended(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

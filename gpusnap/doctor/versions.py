@@ -9,18 +9,19 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpusnap.doctor.base.sources import Answer, ask, program
+from gpusnap.doctor.base.sources import ask, program
 from gpusnap.doctor.base.sources import version as numbers_in
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_drivers
 from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.child_process import Finished
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.runtime.identify import identify
 
 Find = Callable[[str], str | None]
-Run = Callable[[list[str]], Answer | None]
+Run = Callable[[list[str]], Finished | None]
 
 _NAMES = {"nvidia": "NVIDIA driver", "amd": "AMD driver"}
 

@@ -18,11 +18,12 @@ from contextlib import suppress
 from datetime import timedelta
 
 from gpusnap.base.user_errors import NotFound
-from gpusnap.doctor.base.sources import Answer, ask
+from gpusnap.doctor.base.sources import ask
 from gpusnap.engines.install.files import put_file, unlink
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError, advise, reason
+from gpusnap.runtime_shim.runtime.child_process import Finished
 from gpusnap.schedule import unit_files
 
 FOLDER = "/etc/systemd/system"
@@ -65,7 +66,7 @@ _SPAN = compile_later(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s|min|h|d|w|month|y)\b", re.
 # Seconds by which the rounding of a time span may be wrong; no interval is that short.
 _ROUNDED = 1.0
 
-Run = Callable[[Sequence[str]], Answer | None]
+Run = Callable[[Sequence[str]], Finished | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,5 +361,5 @@ def _systemctl(run: Run, *words: str) -> None:
     )
 
 
-def _last_line(done: Answer) -> str:
+def _last_line(done: Finished) -> str:
     return (done.err.strip().splitlines() or [f"exit code {done.code}"])[-1]

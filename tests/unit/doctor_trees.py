@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gpusnap.doctor.base.check import Check
-from gpusnap.doctor.base.sources import Answer
 from gpusnap.runtime_shim.process.proc import Process
+from gpusnap.runtime_shim.runtime.child_process import Finished
 
 __all__ = ["Programs", "a_process", "only", "tree"]
 
@@ -39,12 +39,12 @@ def a_process(pid: int = 7, comm: str = "python3") -> Process:
 class Programs:
     """Programs of a host, by name, and what they answer."""
 
-    def __init__(self, **answers: Answer | str) -> None:
+    def __init__(self, **answers: Finished | str) -> None:
         self._answers = answers
 
     def find(self, name: str) -> str | None:
         return f"/usr/bin/{name}" if name.replace("-", "_") in self._answers else None
 
-    def run(self, argv: list[str]) -> Answer | None:
+    def run(self, argv: list[str]) -> Finished | None:
         found = self._answers[os.path.basename(argv[0]).replace("-", "_")]
-        return Answer(0, found, "") if isinstance(found, str) else found
+        return Finished(0, found, "") if isinstance(found, str) else found

@@ -5,26 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.runtime import child_process
+from gpusnap.runtime_shim.runtime.child_process import Finished
 
 # A service's or a user's PATH may lack the sbin folders, where Debian keeps criu and iptables.
 _FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _DEADLINE = 10.0
 _LARGEST = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The output of a program, as text."""
-
-    code: int
-    out: str
-    err: str
 
 
 def join_root(root: str, path: str) -> str:
@@ -55,16 +47,12 @@ def program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=_FOLDERS)
 
 
-def ask(argv: Sequence[str], *, seconds: float = _DEADLINE) -> Answer | None:
+def ask(argv: Sequence[str], *, seconds: float = _DEADLINE) -> Finished | None:
     """Run a program until its end; None if it cannot be started, or takes longer than `seconds`."""
     try:
-        done = subprocess.run(
-            list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return child_process.run(argv, env=os.environ, seconds=seconds)
+    except GpusnapError:
         return None
-    out, err = (stream.decode("utf-8", "backslashreplace") for stream in (done.stdout, done.stderr))
-    return Answer(done.returncode, out, err)
 
 
 def version(found: str) -> tuple[int, ...]:

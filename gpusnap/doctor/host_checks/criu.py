@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from gpusnap.doctor.base.check import Check, failure, ok, warning
-from gpusnap.doctor.base.sources import Answer, ask, program, text, version
+from gpusnap.doctor.base.sources import ask, program, text, version
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import Refused
+from gpusnap.runtime_shim.runtime.child_process import Finished
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.snapshot.preflight.sockets import NEWER_CRIU
 
@@ -23,7 +24,7 @@ _SOCKETS = ((6, 16), (4, 2))
 _NETWORK_LOCK = compile_later(r"\s*(?:--)?network-lock[\s=]+(\w+)")
 
 Find = Callable[[str], str | None]
-Run = Callable[[list[str]], Answer | None]
+Run = Callable[[list[str]], Finished | None]
 
 
 def check_criu(found: str, release: str = "", *, find: Find = program) -> Iterator[Check]:
@@ -80,11 +81,12 @@ def run_own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
     said = (done.out + "\n" + done.err).splitlines()
     errors = [_strip_source(line) for line in said if re.match(r"Error\b", line)]
     notes = [_strip_source(line) for line in said if re.match(r"Warn\b", line)]
-    facts = {"code": done.code, "errors": errors, "warnings": notes}
-    if done.code < 0:
+    signal = max(done.code - 128, 0)
+    facts = {"code": -signal or done.code, "errors": errors, "warnings": notes}
+    if signal:
         yield failure(
             "criu check",
-            f"criu check was killed by signal {-done.code}: this CRIU does not work on this kernel",
+            f"criu check was killed by signal {signal}: this CRIU does not work on this kernel",
             "install CRIU 4.1 or later",
             **facts,
         )
@@ -155,7 +157,7 @@ def check_network_lock(
         yield ok("network lock", says, way=way)
 
 
-def _default_lock(said: Answer | None) -> str:
+def _default_lock(said: Finished | None) -> str:
     """Return the default in `criu --help`: "'nftables' or 'iptables' (default)"."""
     shown = said.out + said.err if said is not None else ""
     match = re.search(r"--network-lock\b.{0,300}?'(\w+)'\s+\(default\)", shown, re.S)

@@ -8,12 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 from gpusnap.doctor.base.check import Check, failure, make_refused, ok, warning
-from gpusnap.doctor.base.sources import Answer, ask, join_root, program, toml, version
+from gpusnap.doctor.base.sources import ask, join_root, program, toml, version
 from gpusnap.engines.install.containerd import CONFIG, FRAGMENT
 from gpusnap.engines.install.containerd import files as containerd_files
 from gpusnap.engines.install.hooks import takes_annotation
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.runtime.child_process import Finished
 from gpusnap.runtime_shim.runtime.find import RUNC_ROOTS
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.runtime.identify import find as find_runtime
@@ -32,7 +33,7 @@ _FILES = {"Podman": _PODMAN, "CRI-O": _CRIO}
 _PROGRAMS = {"Podman": "podman", "containerd": "containerd", "CRI-O": "crio"}
 
 Find = Callable[[str], str | None]
-Run = Callable[[list[str]], Answer | None]
+Run = Callable[[list[str]], Finished | None]
 
 
 def find_real_runtime(wanted: str) -> RealRuntime:
@@ -140,7 +141,7 @@ def check_complete(root: str = "/", *, find: Find = program, run: Run = ask) -> 
         yield _judge_answer(each, done, said.out if said is not None else "")
 
 
-def _judge_answer(path: str, done: Answer | None, versions: str) -> Check:
+def _judge_answer(path: str, done: Finished | None, versions: str) -> Check:
     again = "reinstall gpusnap where the engines find it, then run gpusnap install"
     if done is None:
         return failure("gpusnap's parts", f"{path} does not respond", again, path=path)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.base.errors import RuntimeFailed
+from gpusnap.runtime_shim.base.errors import GpusnapError, RuntimeFailed
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.child_process import Child, run
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
@@ -34,7 +34,7 @@ def criu_version(named: str = "") -> str:
     if program is None:
         return "unknown"
     try:
-        out = run([program, "--version"]).out
+        out = run([program, "--version"], seconds=_PATIENCE).out
     except RuntimeFailed:
         return "unknown"
     words = out.split()
@@ -78,18 +78,14 @@ def refuses(family: int, kind: int, protocol: int) -> bool:
             )
             process = stack.enter_context(_sleeper(one.fileno()))
             options = ["--no-default-config", "--leave-running", "--manage-cgroups=ignore", "--log-file=log"]
-            subprocess.run(
+            run(
                 [program, "dump", f"--tree={process.pid}", f"--images-dir={images}", *options],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
                 env=_environment(),
-                timeout=_PATIENCE,
-                check=False,
+                seconds=_PATIENCE,
             )
             with open(os.path.join(images, "log"), encoding="utf-8", errors="replace") as log:
                 return _REFUSALS.search(log.read()) is not None
-        except (OSError, subprocess.SubprocessError):
+        except (OSError, GpusnapError):
             return False
 
 

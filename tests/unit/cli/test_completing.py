@@ -96,6 +96,9 @@ def test_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [item.value for item in found] == ["worker"]
     podman.write_text("#!/bin/sh\necho broken >&2\nexit 125\n")
     assert completing.complete_container(context, parameter, "") == []
+    podman.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(completing, "_DEADLINE", 0.1)
+    assert completing.complete_container(context, parameter, "") == []
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     assert completing.complete_container(context, parameter, "") == []
 

@@ -20,13 +20,13 @@ from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
 from gpusnap.doctor.base.check import make_refused, ok
-from gpusnap.doctor.base.sources import Answer
 from gpusnap.engines import podman
 from gpusnap.engines.podman import Container
 from gpusnap.oci.store.store import Store
 from gpusnap.report import report as module
 from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.base.transaction import Step
+from gpusnap.runtime_shim.runtime.child_process import Finished
 
 Run = Callable[..., tuple[int, str, str]]
 SECRETS = {
@@ -62,8 +62,8 @@ def planted(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     journal += f"podman: restore Authorization: Bearer {SECRETS['journal']}\n"
 
-    def ask(argv: Sequence[str], *, seconds: float) -> Answer:
-        return Answer(0, journal, "")
+    def ask(argv: Sequence[str], *, seconds: float) -> Finished:
+        return Finished(0, journal, "")
 
     monkeypatch.setattr(module, "ask", ask)
     login = base64.b64encode(f"me:{SECRETS['auth']}".encode()).decode()

@@ -16,10 +16,10 @@ import pytest
 from fake_podman import ID, FakePodman
 
 from gpusnap.base.user_errors import NotFound
-from gpusnap.doctor.base.sources import Answer
 from gpusnap.engines.install.files import put_file
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.runtime.child_process import Finished
 from gpusnap.schedule import schedules
 from gpusnap.schedule.schedules import Schedule, list_schedules, remove, write
 
@@ -35,11 +35,11 @@ class Systemctl:
         self.fails = ""
         self.says = ""
 
-    def __call__(self, argv: Sequence[str]) -> Answer:
+    def __call__(self, argv: Sequence[str]) -> Finished:
         self.calls.append(shlex.join(argv[1:]))
         if self.fails and self.fails in self.calls[-1]:
-            return Answer(1, "", "Failed to do it: Access denied\n")
-        return Answer(0, self.says, "")
+            return Finished(1, "", "Failed to do it: Access denied\n")
+        return Finished(0, self.says, "")
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_an_interrupt(units: Path, systemctl: Systemctl, there: bool) -> None:
         write(Schedule("w", HALF_HOUR, ()), run=systemctl)
     before = {each: each.read_text() for each in units.iterdir()}
 
-    def run(argv: Sequence[str]) -> Answer:
+    def run(argv: Sequence[str]) -> Finished:
         if "enable" in argv:
             raise KeyboardInterrupt
         return systemctl(argv)

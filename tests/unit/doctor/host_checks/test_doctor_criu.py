@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from doctor_trees import Programs, only, tree
 
-from gpusnap.doctor.base.sources import Answer
 from gpusnap.doctor.host_checks import criu
+from gpusnap.runtime_shim.runtime.child_process import Finished
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.runtime.criu.images.pycriu_package import Pycriu
 
@@ -49,18 +49,18 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
 @pytest.mark.parametrize(
     ("answer", "verdict", "said"),
     [
-        (Answer(0, "Looks good.\n", ""), "ok", "finds all that it needs"),
+        (Finished(0, "Looks good.\n", ""), "ok", "finds all that it needs"),
         (
-            Answer(0, "Looks good.\n", "Warn  (criu/a.c:1): one\nWarn  (criu/a.c:2): two\n"),
+            Finished(0, "Looks good.\n", "Warn  (criu/a.c:1): one\nWarn  (criu/a.c:2): two\n"),
             "ok",
             "with 2 notes",
         ),
-        (Answer(1, "", OLD), "failure", "CRIU says: vdso: Unexpected rt vDSO area bounds, and 2 more"),
-        (Answer(1, "", ""), "failure", "CRIU says: nothing"),
-        (Answer(-11, "", ""), "failure", "killed by signal 11"),
+        (Finished(1, "", OLD), "failure", "CRIU says: vdso: Unexpected rt vDSO area bounds, and 2 more"),
+        (Finished(1, "", ""), "failure", "CRIU says: nothing"),
+        (Finished(128 + 11, "", ""), "failure", "killed by signal 11"),
     ],
 )
-def test_own_check(answer: Answer, verdict: str, said: str) -> None:
+def test_own_check(answer: Finished, verdict: str, said: str) -> None:
     """What `criu check` prints, in one line."""
     programs = Programs(criu=answer)
     found = only(criu.run_own_check(find=programs.find, run=programs.run))
@@ -121,9 +121,9 @@ def test_iptables_without_the_mark(tmp_path: Path) -> None:
     """CRIU's rules match a mark, which an image without iptables' extensions cannot do."""
     programs = Programs(criu=DEBIAN, iptables="", **BOTH)
 
-    def run(argv: list[str]) -> Answer | None:
+    def run(argv: list[str]) -> Finished | None:
         if argv[1:] == ["-m", "mark", "--help"]:
-            return Answer(2, "", "iptables: Couldn't load match `mark'")
+            return Finished(2, "", "iptables: Couldn't load match `mark'")
         return programs.run(argv)
 
     verdict, found = only(criu.check_network_lock(root=str(tmp_path), find=programs.find, run=run))

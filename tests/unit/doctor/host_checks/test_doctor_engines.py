@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from doctor_trees import Programs, only, tree
 
-from gpusnap.doctor.base.sources import Answer
 from gpusnap.doctor.host_checks import engines
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.child_process import Finished
 
 OURS = "/usr/bin/gpusnap-runtime"
 
@@ -128,11 +128,11 @@ def test_parts(tmp_path: Path, code: int, out: str, err: str, launcher: str, ver
     (tmp_path / OURS[1:]).touch()
     root = tree(tmp_path, {"/etc/containers/containers.conf.d/50.conf": PODMAN})
 
-    def run(argv: list[str]) -> Answer:
+    def run(argv: list[str]) -> Finished:
         assert argv[:2] == ["env", "-i"]
         if argv[-1] == "--version":
-            return Answer(0, f"crun version 1\ngpusnap-runtime version {launcher}\n", "")
-        return Answer(code, f"{out}\n", f"{err}\n")
+            return Finished(0, f"crun version 1\ngpusnap-runtime version {launcher}\n", "")
+        return Finished(code, f"{out}\n", f"{err}\n")
 
     found = only(engines.check_complete(root, find=Programs(podman="").find, run=run))
     assert found[0] == verdict
@@ -157,7 +157,7 @@ def test_what_is_left_to_do_for_containerd(tmp_path: Path) -> None:
 
 def test_engines() -> None:
     """Those that are there, with their versions; none is a failure."""
-    programs = Programs(podman="podman version 5.4.2\n", containerd=Answer(1, "", "broken"))
+    programs = Programs(podman="podman version 5.4.2\n", containerd=Finished(1, "", "broken"))
     found = [*engines.check_engines(find=programs.find, run=programs.run)]
     assert [(each.name, each.verdict.value) for each in found] == [
         ("Podman", "ok"),

@@ -68,6 +68,9 @@ def test_it_cannot_be_tried(criu: Install, monkeypatch: pytest.MonkeyPatch) -> N
     criu("exec sleep 60")
     monkeypatch.setattr(version, "_PATIENCE", 0.1)
     assert not version.refuses(*TCP)
+    version.criu_version.cache_clear()
+    assert version.criu_version() == "unknown"
+    version.criu_version.cache_clear()
     monkeypatch.setattr(version, "_program", lambda: None)
     version.refuses.cache_clear()
     assert not version.refuses(*TCP)
