@@ -71,6 +71,7 @@ def test_there_and_back(real: str, machine: Machine, driver: Nvidia) -> None:
     program = Program.begin("w", TORCH, machine.options())
     init = program.inspect()["State"]["Pid"]
     for _ in range(3):
+        assert any(driver.memory_used([init]).values())
         good(gpusnap("suspend", "w"))
         found = state("w")
         assert found["state"] == "suspended"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 from hypothesis import settings as hypothesis_settings
+from softgpu_box import Box, open_boxes
 
 from gpusnap import hooks
 from gpusnap.base import privileges
@@ -155,3 +156,10 @@ def no_child_of_an_earlier_test() -> Iterator[None]:
     yield
     question_process.end()
     image_process._spent[0] = 0.0
+
+
+@pytest.fixture
+def boxes(tmp_path: Path) -> Iterator[Callable[..., Box]]:
+    """Makes hosts of GPUs in software."""
+    with open_boxes(tmp_path / "state") as make:
+        yield make

@@ -6,19 +6,12 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from softgpu_box import DEADLINE, GPUWORK, Box, build, open_boxes, read_line
+from softgpu_box import DEADLINE, GPUWORK, Box, build, read_line
 
 STILL = ["--mib", "44", "--tick", "1", "--touch", "2", "--slices", "4", "--clock"]
-
-
-@pytest.fixture
-def boxes(tmp_path: Path) -> Iterator[Callable[..., Box]]:
-    with open_boxes(tmp_path / "state") as make:
-        yield make
 
 
 def ticks(work: subprocess.Popen[str], last: Callable[[str], bool]) -> list[str]:

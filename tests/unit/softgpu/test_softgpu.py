@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,16 +26,9 @@ from softgpu_box import (
     RUNNING,
     Agent,
     Box,
-    open_boxes,
     read_line,
     wait_until,
 )
-
-
-@pytest.fixture
-def boxes(tmp_path: Path) -> Iterator[Callable[..., Box]]:
-    with open_boxes(tmp_path / "state") as make:
-        yield make
 
 
 @pytest.fixture

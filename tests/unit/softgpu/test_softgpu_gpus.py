@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,16 +18,9 @@ from softgpu_box import (
     Agent,
     Box,
     gpu_line,
-    open_boxes,
     uuid,
     wait_until,
 )
-
-
-@pytest.fixture
-def boxes(tmp_path: Path) -> Iterator[Callable[..., Box]]:
-    with open_boxes(tmp_path / "state") as make:
-        yield make
 
 
 def pairs(mapping: dict[int, int]) -> list[list[str]]:

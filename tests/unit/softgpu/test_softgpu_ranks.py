@@ -6,8 +6,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from softgpu_box import (
     RUNNING,
     Agent,
     Box,
-    open_boxes,
     read_line,
     wait_until,
 )
@@ -27,12 +25,6 @@ from softgpu_box import (
 GROUP = 1 << 40
 BRIEFLY = 50
 """Milliseconds of a lock that is to time out."""
-
-
-@pytest.fixture
-def boxes(tmp_path: Path) -> Iterator[Callable[..., Box]]:
-    with open_boxes(tmp_path / "state") as make:
-        yield make
 
 
 @pytest.fixture

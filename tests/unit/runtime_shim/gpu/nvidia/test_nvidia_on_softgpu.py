@@ -7,12 +7,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from softgpu_box import LIB, MIB, OK, OLD, ROOT, Agent, Box, gpu_line, open_boxes, uuid
+from softgpu_box import LIB, MIB, OK, OLD, ROOT, Agent, Box, gpu_line, uuid
 
 pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
 
@@ -38,12 +38,6 @@ class Caller:
         kind, value = self.agent.call(method, *arguments)
         assert kind, f"{method} answered {value}"
         return kind, value[0], value[1]
-
-
-@pytest.fixture
-def boxes(tmp_path: Path) -> Iterator[Callable[..., Box]]:
-    with open_boxes(tmp_path / "state") as make:
-        yield make
 
 
 @pytest.fixture

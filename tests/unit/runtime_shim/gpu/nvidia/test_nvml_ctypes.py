@@ -5,22 +5,16 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from softgpu_box import LIB, ROOT, Agent, Box, gpu_line, open_boxes
+from softgpu_box import LIB, ROOT, Agent, Box, gpu_line
 from test_nvidia_on_softgpu import CALLER, Caller, loaded
 
 from gpusnap.runtime_shim.gpu.nvidia import nvml, nvml_ctypes
-
-
-@pytest.fixture
-def boxes(tmp_path: Path) -> Iterator[Callable[..., Box]]:
-    with open_boxes(tmp_path / "state") as make:
-        yield make
 
 
 class Without(Caller):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from memory_target import smaps
-from softgpu_box import MIB, OK, Agent, Box, open_boxes
+from softgpu_box import MIB, OK, Agent, Box
 
 from gpusnap.oci.chunks.buffers import is_zero
 from gpusnap.runtime_shim.process import proc
@@ -21,12 +20,6 @@ from gpusnap.runtime_shim.stopping.stop import go_on, run_only, run_populating, 
 SIZE = 96 * MIB
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86-64 alone")
-
-
-@pytest.fixture
-def boxes(tmp_path: Path) -> Iterator[Callable[..., Box]]:
-    with open_boxes(tmp_path / "state") as make:
-        yield make
 
 
 @pytest.fixture
