@@ -327,7 +327,7 @@ def _suspend_these(job: CheckpointJob, fresh: Sequence[proc.Process]) -> None:
             need = space.measure_in_processes(used)
             job.end_early_claim()
             claimed.record({RAM: need})
-            filling = _Filling(claimed, need)
+            filling = _Filling(claimed, need, job.pages)
         elif plugin.into_memory:
             space.check_memory(used, job.container.pid)
         _take_off(job, records, all_bytes, filling)
@@ -345,8 +345,8 @@ def _reserve(job: CheckpointJob, pid: int) -> None:
 class _Filling:
     """The RAM that was claimed for processes, and that they fill while the driver suspends them."""
 
-    def __init__(self, claimed: GpuClaim, need: int) -> None:
-        self._claimed, self._need = claimed, need
+    def __init__(self, claimed: GpuClaim, need: int, pages: Pages) -> None:
+        self._claimed, self._need, self._pages = claimed, need, pages
         self._before: dict[int, int] = {}
         self._told = 0
 
@@ -357,7 +357,11 @@ class _Filling:
     def look(self) -> None:
         """Claim no longer what they have filled, because it is not free any more."""
         with suppress(GpusnapError):  # then all of it still counts
-            filled = sum(max(0, proc.memory(pid) - before) for pid, before in self._before.items())
+            filled = sum(
+                # The driver's writing makes what was populated for it resident; it is not free before.
+                max(proc.memory(pid) - before, self._pages.measure_populated(pid))
+                for pid, before in self._before.items()
+            )
             if filled - self._told >= STEP:
                 self._told = filled
                 self._claimed.change({RAM: max(0, self._need - filled)})

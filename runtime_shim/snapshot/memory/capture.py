@@ -130,6 +130,11 @@ class Chunks(Pages):
         with run_populating(pid, tid, threads=self._settings.threads, backing=backing) as process.populated:
             yield process.populated
 
+    def measure_populated(self, pid: int) -> int:
+        """As Pages says."""
+        process = self._processes.get(pid)
+        return sum(area.size for area in process.populated.areas) if process is not None else 0
+
     def take_out(self, pids: Sequence[int]) -> None:
         """Put the regions of the processes into files, record where they are, and free them.
 

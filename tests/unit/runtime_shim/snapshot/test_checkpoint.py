@@ -130,20 +130,32 @@ def test_memory_is_claimed(scene: Scene) -> None:
     assert reservations.read_reserved(scene.room) == {}
 
 
-def test_what_is_filled_is_claimed_no_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system no longer reports it as free, so a claim on it would count it twice."""
+@pytest.mark.parametrize("populated", [False, True])
+def test_what_is_filled_is_claimed_no_more(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, populated: bool
+) -> None:
+    """The system no longer reports it as free, so a claim on it would count it twice.
+
+    `populated`: the driver will write into files whose pages were made before.
+    """
     pids = scene.gpu_processes(2)
     memory = dict.fromkeys(pids, 50 << 20)
+    files = dict.fromkeys(pids, 0)
     need = space.measure_in_processes(
         {pid: sum(scene.driver.memory_used([pid])[pid].values()) for pid in pids}
     )
 
     def fill(pid: int) -> None:
-        memory[pid] += 100 << 20
+        if populated:
+            files[pid] = 100 << 20
+            memory[pid] += 10 << 20
+        else:
+            memory[pid] += 100 << 20
         # Beside it, the GPU memory of one that is done is claimed already.
         wait_for(lambda: reservations.read_reserved(scene.room)[reservations.RAM] == need - (200 << 20), "it")
 
     monkeypatch.setattr(proc, "memory", lambda pid: memory.get(pid, 0))
+    monkeypatch.setattr(Pages, "measure_populated", lambda _, pid: files[pid])
     for pid in pids:
         scene.driver.when("checkpoint", fill, pid)
     assert scene.checkpoint().code == 0

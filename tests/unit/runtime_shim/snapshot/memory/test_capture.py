@@ -339,6 +339,17 @@ def test_what_recover_will_give_back_stays(way: str, holders: list[Holder], tmp_
     assert not os.path.ismount(stage.FOLDER)
 
 
+def test_what_is_populated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is in RAM before the driver has written it, and before its thread has ended."""
+    chunks, found = Chunks(str(image(tmp_path)), "c0ffee", SMALL), PopulateResult()
+    monkeypatch.setattr(pages, "run_populating", lambda *_, **__: nullcontext(found))
+    assert chunks.measure_populated(os.getpid()) == 0
+    with chunks.run_driver_thread(os.getpid(), os.getpid()):
+        for at, name in enumerate(("one", "two")):
+            found.areas.append(Area(str(tmp_path / name), at * 4 * MIB, 4 * MIB, new=True))
+        assert chunks.measure_populated(os.getpid()) == 8 * MIB
+
+
 def test_a_process_that_ends(way: str, holders: list[Holder], tmp_path: Path) -> None:
     """The others are taken and given back."""
     chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
