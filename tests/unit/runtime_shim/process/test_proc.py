@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,34 @@ def test_threads_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(proc, "PROC", str(tmp_path))
     assert proc.parents() == {1: 0, 40: 20}
     assert proc.parents_by_start() == {(1, 100): 0, (40, 4000): 20}
+
+
+def test_own_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zombie: int) -> None:
+    """Those of all threads, with zombies; without a list of the kernel's, None."""
+    begun: list[subprocess.Popen[bytes]] = []
+    started, end = threading.Event(), threading.Event()
+
+    def start() -> None:
+        begun.append(subprocess.Popen(["sleep", "600"]))
+        started.set()
+        end.wait(60)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    try:
+        assert started.wait(60)
+        found = proc.list_own_children()
+        assert found == {pid for pid, parent in proc.parents().items() if parent == os.getpid()}
+        assert found is not None
+        assert {zombie, begun[0].pid} <= found
+        monkeypatch.setattr(proc, "PROC", str(tmp_path))
+        assert proc.list_own_children() is None
+    finally:
+        end.set()
+        thread.join()
+        for child in begun:
+            child.kill()
+            child.wait()
 
 
 def test_a_zombie(zombie: int) -> None:
