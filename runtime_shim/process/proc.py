@@ -316,16 +316,16 @@ def parents_by_start() -> dict[tuple[int, int], int]:
 def list_own_children() -> frozenset[int] | None:
     """Return the children of this process by its threads (proc_pid_tid_children(5)).
 
-    That takes no look at every process of the host. None if the kernel has no such list (CONFIG_PROC_CHILDREN).
-    It may omit one if another ends at the same moment, so it is read twice.
+    That takes no look at every process of the host. None if the kernel has no such list
+    (CONFIG_PROC_CHILDREN). It may omit one if another ends at the same moment, so it is read twice.
     """
     found: set[int] = set()
     try:
         os.stat(f"{PROC}/thread-self/children")
         for thread in 2 * os.listdir(f"{PROC}/self/task"):
-            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-                with open(f"{PROC}/self/task/{thread}/children", "rb") as file:
-                    found.update(map(int, file.read().split()))
+            gone = suppress(FileNotFoundError, ProcessLookupError)  # the thread has ended
+            with gone, open(f"{PROC}/self/task/{thread}/children", "rb") as file:
+                found.update(map(int, file.read().split()))
     except OSError:
         return None
     return frozenset(found)
