@@ -5,7 +5,8 @@
         NAME.new    being written; `remove` also removes what a killed writer left
         LOCK        locked (flock) while something is changed, and removed by its owner
 
-`write_durably` and `boot` are for files elsewhere that must survive a reboot, with the same functions.
+`write_durably`, `remove_durably` and `boot` are for files elsewhere that must survive a reboot, with the same
+functions.
 
 A file names its owner by PID and start time (`owner`), so proc.is_same shows whether that is alive. No link
 is followed, and a FIFO is never waited for. The module that writes the files decides which may be swept.
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpusnap.oci.base.files import read_below, replace_below
+from gpusnap.oci.base.files import read_below, replace_below, sync_folder
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.runtime_shim.process import proc
@@ -37,11 +38,13 @@ def owner(pid: int | None = None) -> tuple[int, int]:
     return pid, found.start if found is not None else 0
 
 
-def make_folder(path: str) -> None:
-    """Make a directory and its parent, each 0700 whatever the umask. Raises OSError."""
+def make_folder(path: str, *, sync: bool = False) -> None:
+    """Make a directory and its parent, each 0700 whatever the umask; with `sync`, on disk. Raises OSError."""
     for folder in (os.path.dirname(path), path):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
+            if sync:
+                sync_folder(os.path.dirname(folder))
 
 
 def read(path: str, *, limit: int) -> Any:
@@ -65,7 +68,7 @@ def write(path: str, data: bytes) -> None:
 def write_durably(path: str, data: bytes) -> None:
     """Like `write`, and synced to disk when this returns. Raises OSError."""
     folder, name = os.path.split(path)
-    make_folder(folder)
+    make_folder(folder, sync=True)
     replace_below(folder, name, data)
 
 
@@ -80,6 +83,13 @@ def remove(path: str) -> None:
     for each in (path + ".new", path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(each)
+
+
+def remove_durably(path: str) -> None:
+    """Like `remove`, for a file of `write_durably`; it does not come back after a crash. Raises OSError."""
+    remove(path)
+    with contextlib.suppress(FileNotFoundError):
+        sync_folder(os.path.dirname(path))
 
 
 @contextmanager

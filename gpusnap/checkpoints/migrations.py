@@ -77,9 +77,13 @@ class OutgoingMigration:
         write(self._path(), value)
 
     def remove(self) -> None:
-        """Remove the record: it is known where the container runs. Raises GpusnapError."""
+        """Remove the record: it is known where the container runs. Raises GpusnapError.
+
+        The other host may forget the migration next, and would then deny that the container runs there if a
+        crash of this host brought the record back.
+        """
         try:
-            state_files.remove(self._path())
+            state_files.remove_durably(self._path())
         except OSError as error:
             raise GpusnapError(
                 f"{self._path()} cannot be removed: {reason(error)}",

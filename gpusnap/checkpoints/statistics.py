@@ -16,6 +16,8 @@ from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord, Manifes
 # and after the last they run again, or have ended.
 _STOPS = ("lock", "dump")
 _RUNS = ("resume", "dump")
+# The container runs on, or stays suspended.
+_KEEPS = {"resume", "adopt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,3 +267,9 @@ def measure_stopped(timing: Sequence[Step]) -> float | None:
     starts = [step.start for step in timing if step.name in _STOPS]
     ends = [step.start + step.seconds for step in timing if step.name in _RUNS]
     return round(max(ends) - min(starts), 3) if starts and ends else None
+
+
+def ended_container(timing: Sequence[Step]) -> bool:
+    """Return whether the dump ended the container."""
+    names = {step.name for step in timing}
+    return "dump" in names and not names & _KEEPS

@@ -77,6 +77,8 @@ class Container:
     """A checkpoint ended it, and Podman can restore it from its storage."""
     checkpointed_at: str = ""
     """When that was (RFC 3339)."""
+    started_at: str = ""
+    """When it was last started or restored (RFC 3339)."""
     restored: bool = False
     """It was restored from a checkpoint, and not started anew since (libpod, ContainerState)."""
     volumes: Mapping[str, str] = field(default_factory=dict)
@@ -195,6 +197,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         upper=str((driver.get("Data") or {}).get("UpperDir") or ""),
         checkpointed=bool(state.get("Checkpointed")),
         checkpointed_at=str(state.get("CheckpointedAt") or ""),
+        started_at=str(state.get("StartedAt") or ""),
         restored=bool(state.get("Restored")),
         volumes={
             str(each["Name"]): str(each.get("Source") or "")

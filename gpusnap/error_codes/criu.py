@@ -186,4 +186,13 @@ CODES = (
         "Find out what sends SIGSTOP to these processes, such as a script that stops processes by their "
         "names. After a failed restore, try again.",
     ),
+    ErrorCode(
+        "GPS-525",
+        "open-files-not-on-disk",
+        "A note, not an error: the checkpoint is complete. A file that a process of the container has open, "
+        "or its name, may still be in the page cache only, because its disk fails, or its file system did "
+        "not take it in time. If the host crashes before the kernel has written it, the file is gone or "
+        "shorter, and CRIU does not restore the checkpoint.",
+        "Run `sync -f FILE` on this host; if that fails, see `dmesg`. Then checkpoint the container again.",
+    ),
 )

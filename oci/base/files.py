@@ -299,6 +299,24 @@ def sync_folder(path: str) -> None:
         os.close(descriptor)
 
 
+def make_folders(path: str, *, mode: int = 0o777) -> None:
+    """Make a directory with its missing parents, unless it exists; sync each one's name to disk.
+
+    `mode`: of the directory itself. Raises OSError.
+    """
+    parent = os.path.dirname(os.path.abspath(path))
+    if not is_folder(parent):
+        make_folders(parent)
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        if not is_folder(path):
+            raise
+        return
+    with suppress(PermissionError):  # a directory that its users cannot list
+        sync_folder(parent)
+
+
 @contextmanager
 def _parent(top: str, name: str) -> Iterator[tuple[int, str]]:
     """Yield a descriptor of the directory of a file, and the file's own name."""

@@ -39,6 +39,7 @@ from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, disk_erro
 from gpusnap.oci.base.files import (
     NOTHING_THERE,
     UNFINISHED,
+    make_folders,
     new_file,
     open_folder,
     open_nested_folder,
@@ -90,7 +91,7 @@ class Layout:
         content = encode_document({"imageLayoutVersion": VERSION})
         try:
             for folder in (self.path, self._join_path("blobs"), self._join_path("blobs", "sha256")):
-                os.makedirs(folder, mode=0o700, exist_ok=True)
+                make_folders(folder, mode=0o700)
             with open_nested_folder(self.path) as root:
                 try:
                     os.stat("oci-layout", dir_fd=root, follow_symlinks=False)

@@ -45,7 +45,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, NotThere, StoreError, reason
-from gpusnap.oci.base.files import UNFINISHED, exists, open_nested_folder
+from gpusnap.oci.base.files import UNFINISHED, exists, make_folders, open_nested_folder
 from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock, wait_for_lock
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks.index import Known
@@ -85,7 +85,7 @@ class Store:
             return self
         with tree.explain_write_errors("the store"):
             for folder in (self.path, tree.staging, tree.holds):
-                os.makedirs(folder, mode=0o700, exist_ok=True)
+                make_folders(folder, mode=0o700)
         with tree.hold_lock("the creation of a store"), tree.explain_write_errors("the store"):
             self.layout.create()
             if not exists(os.path.join(self.path, "index.json"), follow=False):

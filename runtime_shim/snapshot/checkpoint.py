@@ -90,7 +90,7 @@ from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import shared_gpus
-from gpusnap.runtime_shim.snapshot.records import journal, volumes
+from gpusnap.runtime_shim.snapshot.records import journal, volumes, written_files
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.recovery import network_lock
 
@@ -131,6 +131,8 @@ def checkpoint(
             draft = Draft(str(call.images()), sync=settings.memory.sync)
             with transaction.step("prepare"):
                 _prepare(job, draft)
+                if not job.runs_on and settings.memory.sync:
+                    written_files.sync_ahead(container.pid, job.processes)
             if asleep is None:
                 suspend_all(job)
             else:
@@ -329,6 +331,8 @@ def _dump(job: CheckpointJob, draft: Draft, held: HeldDump | None) -> None:
             if job.volumes:
                 with job.transaction.step("volumes"):
                     volumes.take(job.image_path, volumes.list_open(job.processes(), job.volumes))
+            if not job.runs_on:
+                _sync_written_files(job, stopped=True)
             _check_podman(job)
             with job.transaction.step("dump"):
                 failure = _write_and_dump(job, draft, held) if held and waits else _call_runtime(job)
@@ -501,6 +505,13 @@ def _dump_error(job: CheckpointJob, done: Invocation) -> RuntimeFailed:
     )
 
 
+def _sync_written_files(job: CheckpointJob, *, stopped: bool) -> None:
+    """Sync what the processes have written to files that the checkpoint does not contain."""
+    if job.settings.memory.sync:
+        with job.transaction.step("files"):
+            written_files.sync(job.container.pid, job.processes, stopped=stopped)
+
+
 def _finish_image(job: CheckpointJob, draft: Draft) -> None:
     """After the dump: resume the container if it shall run on, make the image durable, write its manifest."""
     assert job.record is not None
@@ -510,6 +521,7 @@ def _finish_image(job: CheckpointJob, draft: Draft) -> None:
             if failure is None:  # else `gpusnap recover` may try again
                 job.pages.record_places(())
             _write(job)
+            _sync_written_files(job, stopped=False)
         with job.transaction.step("sync"):
             assert job.earlier is not None
             image.drop_earlier(job.image_path, job.earlier)

@@ -54,6 +54,19 @@ def test_checkpoint_and_restore(store: Store) -> None:
     good(podman("volume", "inspect", "data"))
 
 
+def test_after_a_restart_of_the_host(store: Store) -> None:
+    """Podman has forgotten that a checkpoint stopped the container; it goes on as the checkpoint has said."""
+    container = Container.start("server", *WORK)
+    before = container.id
+    said = gpusnap("checkpoint", "server")
+    assert good(said)
+    for path in ("/run/libpod/alive", "/dev/shm/libpod_lock"):  # what Podman finds after a boot
+        Path(path).unlink()
+    assert not container.inspect()["State"].get("Checkpointed")
+    assert good(run(*command(said.err))).startswith(f"server  {before}")
+    container.goes_on()
+
+
 def test_files_that_change_meanwhile(store: Store, tmp_path: Path) -> None:
     """In the stopped container: what was changed or removed comes back, and what was added stays."""
     script = "echo then >/etc/changed; echo then >/etc/removed; exec /gpuwork --tick 30"

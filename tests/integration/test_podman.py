@@ -179,6 +179,7 @@ def test_manifest_and_timeline(real: str, archive: Path) -> None:
         "driver checkpoint",
         "pages",
         "write manifest",
+        "files",
         "write",  # while CRIU dumps, which then waits for it
         "dump",
         "sync",

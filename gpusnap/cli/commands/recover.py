@@ -46,7 +46,7 @@ from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.left_stopped import bring_back
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, handover
-from gpusnap.runtime_shim.snapshot.memory.destination import is_of_another_host
+from gpusnap.runtime_shim.snapshot.memory.destination import is_of_another_host, is_of_checkpoint
 from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.recovery import checkpoint as recovery
@@ -169,10 +169,11 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     processes of the command were killed. gpusnap recover lists those whose memory is in this host's store or
     in the one of a killed `--to oci:DIR`, with the command that restores each. It shows how much memory of
     failed checkpoints is left in this host's store (see `gpusnap gc`), and names what other hosts have left
-    in the stores. Memory that a killed command was about to store with its records is stored without them.
-    What Podman exported for a killed command is named, with what can be done with it: of a container with
-    --rm, the export is all that is left beside the memory. This includes other stores, and archives of --to
-    FILE, also after a reboot; one whose file system is not mounted is named.
+    in the stores, and checkpoints that a restart of this host cut off. Memory that a killed command was
+    about to store with its records is stored without them. What Podman exported for a killed command is
+    named, with what can be done with it: of a container with --rm, the export is all that is left beside the
+    memory. This includes other stores, and archives of --to FILE, also after a reboot; one whose file system
+    is not mounted is named.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
@@ -426,14 +427,22 @@ def _tell_memory(store: Store, stopped: Sequence[StoppedContainer]) -> bool:
 
 
 def _tell_others(stores: Sequence[str]) -> bool:
-    """Say what other gpusnaps, such as those of other hosts, have in these stores; whether there is some."""
+    """Say what is left in these stores that only others can repair, or nobody; whether there is some.
+
+    It is what other gpusnaps have there, such as those of other hosts, and the memory of checkpoints that a
+    restart of this host cut off: no journal entry names it any more.
+    """
     found: dict[str, str] = {}
     for path in stores:
-        with suppress(OciError):
+        with suppress(OciError, GpusnapError):
             store = Store(path)
-            handed_over = handover.list_of_others(store)
+            handed_over, of_others = store.list_handed_over(), handover.list_of_others(store)
+            layouts, unreadable = journal.list_layouts()
             for layout, why in store.list_precious(PRECIOUS).items():
-                if os.path.basename(layout) in handed_over or is_of_another(why) or is_of_another_host(why):
+                name = os.path.basename(layout)
+                known = layout in layouts or unreadable or name in handed_over
+                cut_off = is_of_checkpoint(why) and not known
+                if cut_off or name in of_others or is_of_another(why) or is_of_another_host(why):
                     found[layout] = why
     for layout, why in found.items():
         click.echo(store_tables.describe_spared(Spared(layout, why)), err=True)

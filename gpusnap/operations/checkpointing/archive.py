@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from gpusnap.checkpoints.locator import check_free
 from gpusnap.engines import podman
-from gpusnap.oci.base.files import name_new
+from gpusnap.oci.base.files import name_new, sync_folder
 from gpusnap.runtime_shim.base.errors import (
     GpusnapError,
     ImageError,
@@ -54,8 +54,7 @@ def ending(path: str) -> str:
 
 def put(beside: str, path: str, aside: str) -> str:
     """Make the archive durable, and give it its name, or `aside` if that name is in use by now."""
-    with open(beside, "rb") as file:
-        os.fsync(file.fileno())
+    _sync_file(beside)
     folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -67,6 +66,19 @@ def put(beside: str, path: str, aside: str) -> str:
     finally:
         os.close(folder)
     return path
+
+
+def sync(path: str) -> None:
+    """Make an archive that has its name durable, with the directory that it is in. Raises OSError."""
+    _sync_file(path)
+    folder = os.path.dirname(path)
+    for each in (folder, os.path.dirname(folder)):  # a staging directory may be new
+        sync_folder(each)
+
+
+def _sync_file(path: str) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 @contextmanager

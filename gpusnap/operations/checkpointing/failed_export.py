@@ -23,6 +23,7 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import is_folder
 from gpusnap.oci.tar.archive import entries
 from gpusnap.operations import lost_volumes
+from gpusnap.operations.checkpointing import archive as archives
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.operations.driver import needed_driver
 from gpusnap.runtime_shim import settings as settings_file
@@ -322,13 +323,17 @@ def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> Gpusn
         return kind(f"{there}, but it is incomplete", hint=first + again, code=error.code)
     if export.whole or is_whole(export.archive):
         kept = export.keep()
-        archive = shlex.quote(kept)
+        archive, unsynced = shlex.quote(kept), ""
+        try:
+            archives.sync(kept)  # Podman does not
+        except OSError as failed:
+            unsynced = f", but cannot be flushed to disk: {reason(failed)}"
         command = make_import_command(
             kept, export.found.volumes, export.environment, ignore=export.ignore_volumes
         )
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(
-            f"{error}; nothing is lost: Podman's export of {name} is kept as {archive}",
+            f"{error}; nothing is lost: Podman's export of {name} is kept as {archive}{unsynced}",
             hint=f"{command} restores it{more}",
             code=error.code,
         )

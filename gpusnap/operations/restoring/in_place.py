@@ -11,7 +11,8 @@ files remain.
 
 This is done only if Podman has that very checkpoint: the container has the ID and the name of the one in the
 archive, a checkpoint ended it and it was not started since, and the images in Podman's storage are those in
-the archive. Any other container with that name is left alone.
+the archive. Any other container with that name is left alone. Podman forgets at a restart of the host that a
+checkpoint ended the container; then the manifest of the checkpoint says so.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from contextlib import closing, suppress
 from gpusnap.base.user_errors import Killed
 from gpusnap.checkpoints.formats.entries import entries, read_member
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
+from gpusnap.checkpoints.statistics import ended_container
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.store.tags import is_later
 from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import INVENTORY
 
 # Options of `podman container restore` without --import (cmd/podman/containers/restore.go).
@@ -64,8 +68,8 @@ def find(archive: str, options: Sequence[str], ids: Collection[str]) -> Target |
         ours = (found.id, found.name) == (container_id, name)
         if (
             ours
-            and found.checkpointed
             and found.status in _STOPPED
+            and (found.checkpointed or _ended_before_restart(found))
             and _has_images(found.checkpoint_path, archive)
         ):
             return Target(found, taken)
@@ -86,6 +90,16 @@ def restore(target: Target, run: Callable[[Sequence[str]], object]) -> None:
             hint="correct that, then run the same command again",
             code=error.code,
         ) from error
+
+
+def _ended_before_restart(found: podman.Container) -> bool:
+    """Return whether the checkpoint in Podman's storage ended the container, which was not started since.
+
+    After a failed checkpoint of a container with --rm, it may have run on. Raises ManifestError.
+    """
+    record = manifest_file.read(found.checkpoint_path)
+    since = is_later(record.created, found.started_at)
+    return since and ended_container(record.timing) and not found.auto_remove
 
 
 def _select_options(options: Sequence[str], name: str) -> tuple[str, ...] | None:

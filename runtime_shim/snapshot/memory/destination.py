@@ -99,6 +99,11 @@ class Destination:
         """
 
 
+def is_of_checkpoint(why: str) -> bool:
+    """Return whether a staging directory has the mark of a checkpoint."""
+    return _MARK.fullmatch(why) is not None
+
+
 def is_of_another_host(why: str) -> bool:
     """Return whether a staging directory has the mark of a checkpoint on a host of another name."""
     mark = _MARK.fullmatch(why)

@@ -917,6 +917,28 @@ def test_memory_of_another_host(
     assert all(os.path.exists(each.locate_staging("left")) for each in stores)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_memory_of_a_checkpoint_that_a_restart_cut_off(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    known: bool,
+) -> None:
+    """recover names it, as gc does: it has no journal entry any more. With one, it is repaired."""
+    killed = StoreDestination(host_store.path, str(tmp_path), "c0ffee", Memory())
+    killed.begin()
+    killed.mark_needed()
+    killed._require_staging().close(leave=True)
+    layouts = frozenset([killed.layout.path] if known else [])
+    monkeypatch.setattr(journal, "list_layouts", lambda: (layouts, frozenset()))
+    for words in (["--list"], []):
+        code, out, err = gpusnap("recover", *words)
+        assert (code, out) == (0, "")
+        assert (f"left {killed.layout.path}: the checkpoint of container c0ffee on " in err) is not known
+
+
 def test_a_store_that_fails_keeps_no_other_one(
     gpusnap: Run, nothing_noted: None, host_store: Store, other_order: tuple[Store, Path]
 ) -> None:

@@ -108,6 +108,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-522": "pod",
     "GPS-523": "memory-not-copied",
     "GPS-524": "stopped-by-a-signal",
+    "GPS-525": "open-files-not-on-disk",
     "GPS-601": "damaged",
     "GPS-602": "incomplete",
     "GPS-603": "newer-format",

@@ -13,6 +13,7 @@ import pytest
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive, keep, leave_export
 from outgoing import outgoing
+from synced import Synced
 
 from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import migrations
@@ -70,6 +71,17 @@ def test_its_note(leaving: OutgoingMigration) -> None:
         migrations.check(leaving.digest)
     assert "run gpusnap recover, which asks gpu2" in raised.value.hint
     assert "gpusnap restore --not-migrated w:20261122-100000" in raised.value.hint
+
+
+def test_its_note_does_not_come_back(
+    leaving: OutgoingMigration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash, the other host would be asked, which has forgotten that it runs the container."""
+    disk = Synced(tmp_path, monkeypatch)
+    (note,) = os.listdir(migrations.FOLDER)
+    assert disk.has(Path(migrations.FOLDER, note))
+    unfinished.clear(replace(leaving, keep=True))
+    assert not disk.has(Path(migrations.FOLDER, note))
 
 
 def test_its_gpusnap_lives(leaving: OutgoingMigration) -> None:

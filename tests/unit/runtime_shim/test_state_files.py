@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from synced import Synced
 
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.process import proc
@@ -36,6 +37,20 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["x.json"]
     with pytest.raises(ValueError, match="8 bytes, but at most 7 are allowed"):
         state_files.read(str(path), limit=7)
+
+
+def test_what_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A durable file with its directories; one that was removed does not come back."""
+    disk = Synced(tmp_path, monkeypatch)
+    path = tmp_path / "lib" / "own" / "x.json"
+    state_files.write_durably(str(path), b"1")
+    assert disk.has(path)
+    assert [os.stat(each).st_mode & 0o777 for each in (path, path.parent)] == [0o600, 0o700]
+    state_files.remove(str(path))
+    assert disk.has(path)
+    state_files.remove_durably(str(path))
+    assert not disk.has(path)
+    state_files.remove_durably(str(tmp_path / "none" / "x.json"))
 
 
 def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,7 @@ def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], 
             list(pool.map(one, names))
         try:
             sync_folder(image_path)
+            sync_folder(os.path.dirname(os.path.abspath(image_path)))  # it may be new
         except OSError as error:
             lost.append(reason(error))
             raise

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from synced import Synced
 
 from gpusnap.oci.base import files
-from gpusnap.oci.base.files import create_unnamed_file, name_new, replace
+from gpusnap.oci.base.files import create_unnamed_file, make_folders, name_new, replace
 
 
 @pytest.fixture(params=["renameat2", "links", "neither"])
@@ -165,3 +166,28 @@ def test_no_permission_for_another_mode(place: int, tmp_path: Path, monkeypatch:
     with pytest.raises(PermissionError):
         replace("file", b"other", place, mode=0o644)
     assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_new_folders_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its name, down from the one that exists; one that is there is left alone."""
+    disk = Synced(tmp_path, monkeypatch)
+    path = tmp_path / "a" / "b" / "c"
+    for _ in range(2):
+        make_folders(str(path), mode=0o700)
+        assert disk.has(path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    (path / "file").touch()
+    for below in ("file", "file/d"):
+        with pytest.raises(OSError, match=r"File exists|Not a directory"):
+            make_folders(str(path / below))
+
+
+def test_new_folders_in_one_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can only be synced by who may read it."""
+
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(files, "sync_folder", refuse)
+    make_folders(str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a" / "b").is_dir()

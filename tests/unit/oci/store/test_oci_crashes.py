@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from oci_checkpoints import begin, blobs_of, commit, end, names, save_to, stagings, whole
 from oci_regions import fill
+from synced import Synced
 
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.layout.digests import digest_of
@@ -180,3 +181,14 @@ def test_durable_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "rename", watched_rename)
     commit(store, b"1", b"2", names=("a",))
     assert len(linked) == 4
+
+
+def test_a_new_store_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the directories that were made for it, and what is committed to it."""
+    disk = Synced(tmp_path, monkeypatch)
+    made = Store(tmp_path / "new" / "folder" / "store").create()
+    commit(made, b"1", names=("a",))
+    for name in ("index.json", "oci-layout", "staging", "holds"):
+        assert disk.has(f"{made.path}/{name}")
+    for blob in os.listdir(f"{made.path}/blobs/sha256"):
+        assert disk.has(f"{made.path}/blobs/sha256/{blob}")

@@ -19,6 +19,7 @@ from checkpoints import tar_of
 from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive, hand_over_pages
+from synced import Synced
 
 from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import artifact as kept
@@ -630,6 +631,7 @@ def test_we_fail_and_podman_removes_it(
     monkeypatch.setattr(checkpointing, "_ask", lambda *_, **__: None)
     monkeypatch.setattr(convert, "take_in", fails)
     place = locator.destination(f"oci:{store.path}" if to == "oci" else to) if to else None
+    disk = Synced(tmp_path, monkeypatch)
     with pytest.raises(GpusnapError) as raised:
         made(**ENDS_AT_DUMP, to=place)
     said = raised.value.sentence()
@@ -640,8 +642,25 @@ def test_we_fail_and_podman_removes_it(
     assert isinstance(raised.value, Interrupted) == isinstance(error, KeyboardInterrupt)
     assert store.collect().spared
     assert Path(kept_as).read_bytes() == (pages.folder / "archive").read_bytes()
+    assert disk.has_file(kept_as)
     (entry,) = store.entries()
     assert entry.name == ""
+
+
+def test_the_export_cannot_be_flushed(
+    fake: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told that it is safe."""
+
+    def fails(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(archive, "sync", fails)
+    fake.has(auto_remove=True)
+    fake.first('cp $F/archive "$4"; rm $F/inspect.json\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    with pytest.raises(GpusnapError, match=r"kept as /.*, but cannot be flushed to disk: Input/output"):
+        made(**ENDS_AT_DUMP)
 
 
 def test_podman_is_about_to_remove_it(

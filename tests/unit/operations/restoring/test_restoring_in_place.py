@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from archives import CONFIG_DUMP
+from archives import CONFIG_DUMP, CREATED
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive, keep
 
@@ -19,6 +20,9 @@ from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice
 from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.transaction import Step
+from gpusnap.runtime_shim.records import manifest_file
+from gpusnap.runtime_shim.records.manifest import Manifest
 
 QUIET = Progress(shown=False)
 NAME = str(CONFIG_DUMP["name"])
@@ -118,6 +122,40 @@ def test_another_state(fake: FakePodman, archive: str, state: dict[str, object])
     """What is not stopped by that checkpoint is Podman's to refuse."""
     whole = {"status": "exited", "name": NAME, "checkpointed": True, **state}
     fake.has(**whole)  # type: ignore[arg-type]
+    restored(InFile(archive))
+    assert imports(fake)
+
+
+def has_steps(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """The manifest has these steps of the checkpoint."""
+    read = manifest_file.read
+
+    def read_with_steps(path: str) -> Manifest:
+        return replace(read(path), timing=tuple(Step(name, 0.0, 0.1) for name in names))
+
+    monkeypatch.setattr(manifest_file, "read", read_with_steps)
+
+
+@pytest.mark.parametrize("auto_remove", [False, True])
+@pytest.mark.parametrize("started", ["2000-01-01T00:00:00.123456789Z", "2999-01-01T00:00:00Z", ""])
+def test_after_a_restart_of_the_host(
+    fake: FakePodman, archive: str, started: str, auto_remove: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Podman has forgotten that the checkpoint ended it; its manifest says so, if nobody started it since."""
+    has_steps(monkeypatch, "lock", "dump")
+    state = {"Status": "exited", "Pid": 0, "Checkpointed": False, "StartedAt": started}
+    fake.has(name=NAME, State=state, HostConfig={"AutoRemove": auto_remove})
+    restored(InFile(archive))
+    assert imports(fake) is (auto_remove or not started or started > CREATED)
+
+
+@pytest.mark.parametrize("steps", [("lock", "dump", "resume"), ("adopt", "dump"), ()])
+def test_it_ran_on_until_the_restart(
+    fake: FakePodman, archive: str, steps: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files may be later than the checkpoint: they are not replaced."""
+    has_steps(monkeypatch, *steps)
+    fake.has(name=NAME, State={"Status": "exited", "Pid": 0, "StartedAt": "2000-01-01T00:00:00Z"})
     restored(InFile(archive))
     assert imports(fake)
 

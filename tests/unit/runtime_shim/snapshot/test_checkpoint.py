@@ -95,6 +95,7 @@ def test_checkpoint(scene: Scene) -> None:
         "pages",
         "write",
         "write manifest",
+        "files",
         "dump",
         "sync",
     ]
@@ -218,7 +219,7 @@ def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["restore, manifest False", "sync"]
     assert all(proc.is_running(pid) for pid in pids)
     assert scene.all_running()
-    assert [step.name for step in whole(scene).timing][-3:] == ["resume", "write", "sync"]
+    assert [step.name for step in whole(scene).timing][-4:] == ["resume", "write", "files", "sync"]
 
 
 @pytest.mark.parametrize("options", [(), ("--leave-running",)], ids=["stop", "leave running"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synced import Synced
 
 from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
@@ -31,6 +32,16 @@ def test_only_what_was_lost_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyP
             image.sync(str(tmp_path), failed=noted.append)
     assert noted == (["Too many open files"] if call == "fsync" else [])
     image.sync(str(tmp_path), failed=noted.append)
+
+
+def test_a_new_directory_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own name, not only with those of the images in it."""
+    disk = Synced(tmp_path, monkeypatch)
+    path = tmp_path / "checkpoint"
+    image.make(str(path))
+    (path / "pages-1.img").write_bytes(b"x")
+    image.sync(str(path), failed=lambda _: None)
+    assert disk.has(path / "pages-1.img")
 
 
 def write(path: Path, *, at: int) -> None:

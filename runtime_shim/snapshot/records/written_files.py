@@ -1,0 +1,172 @@
+"""Files outside a checkpoint that its processes have open: syncs what they have written to disk.
+
+A checkpoint does not contain a directory of the host that is mounted into the container. CRIU opens the files
+there by their names, and compares their sizes (criu, files-reg.c, validate_file). What a process has written
+may be only in the page cache for half a minute. If the host loses power then, such a file has another size,
+or no name, and the checkpoint cannot be restored. So these files are on disk before the checkpoint is.
+
+They are synced in a child process, because a file system may not answer. An error is noted, and the
+checkpoint goes on: it is of use as long as the host does not crash.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.deadlines import PATIENCE
+from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, reason
+from gpusnap.runtime_shim.base.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime.container_files import directory
+
+# Seconds for all files while the container runs: it may have filled the page cache for a slow disk. Before it
+# is stopped, a checkpoint that ends it may have to be done soon, such as before a preemption.
+_PATIENCE, _AHEAD = 120.0, 30.0
+# A file that was changed so many seconds ago is on disk, unless it is still open for writing: the kernel
+# writes after half a minute (Documentation/admin-guide/sysctl/vm.rst, dirty_expire_centisecs).
+_RECENT = 3600.0
+# fsync(2): the file system has nothing to sync. directory: a name is a link by now.
+_NOTHING_TO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTDIR, errno.ELOOP}
+_PATH = os.O_PATH | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def sync_ahead(init: int, list_processes: Callable[[], Sequence[proc.Process]]) -> None:
+    """While the container runs: sync most of it, so that `sync` takes no time while it is stopped."""
+    _ask(init, list_processes, within=_AHEAD)  # `sync` notes what failed
+
+
+def sync(init: int, list_processes: Callable[[], Sequence[proc.Process]], *, stopped: bool) -> None:
+    """Sync the files that the processes have open or mapped; a note says which are not on disk.
+
+    `init`: the PID of the container's first process. `stopped`: the container is stopped, so there is less
+    time for it. No checkpoint fails for it: a container that runs on may have ended by now.
+    """
+    failed = _ask(init, list_processes, within=PATIENCE if stopped else _PATIENCE)
+    if failed:
+        what, why = failed[0]
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        note(
+            f"{what}{more} cannot be flushed to disk: {why}; if this host crashes before that is on disk, "
+            "the checkpoint may not be restored",
+            code="GPS-525",
+        )
+
+
+def _ask(
+    init: int, list_processes: Callable[[], Sequence[proc.Process]], *, within: float
+) -> list[tuple[str, str]]:
+    """Return what could not be synced, and why."""
+    try:
+        pids = tuple(process.pid for process in list_processes())
+        return question_process.ask(init, "its open files", _sync_all, pids, within=within)
+    except Interrupted:
+        raise
+    except (GpusnapError, OSError) as error:
+        return [("what the container has written to its open files", str(error))]
+
+
+def _sync_all(pids: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the names of files that could not be synced, and why."""
+    syncing = _Syncing()
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            for link, target, writable in _list_open(pid):
+                with suppress(FileNotFoundError):  # it was closed
+                    syncing.sync(pid, link, target, writable=writable)
+            for name in proc.unix_sockets(pid):  # CRIU binds them anew, in their directory
+                syncing.sync_names(pid, name)
+    return syncing.failed
+
+
+def _list_open(pid: int) -> Iterator[tuple[str, str, bool]]:
+    """Yield the link in /proc, the path, and whether the process can write to it, for what it has open."""
+    base = f"/proc/{pid}"
+    links = [("cwd", "")] + [
+        (f"fd/{number}", f"{base}/fdinfo/{number}") for number in os.listdir(f"{base}/fd")
+    ]
+    for name, flags in links:
+        with suppress(OSError, ValueError, KeyError):
+            target = os.readlink(f"{base}/{name}")
+            if target.startswith("/"):
+                yield f"{base}/{name}", target, bool(flags) and _is_writable(flags)
+    for fields in proc.named_mappings(pid):
+        if fields[5].startswith("/"):
+            start, _, end = fields[0].partition("-")
+            link = f"{base}/map_files/{int(start, 16):x}-{int(end, 16):x}"
+            yield link, fields[5], fields[1][1] == "w" and fields[1][3] == "s"
+
+
+def _is_writable(path: str) -> bool:
+    """Whether a descriptor is open for writing (proc_pid_fdinfo(5), flags). Raises OSError."""
+    with open(path, encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file if ":" in line)
+    return int(fields["flags"], 8) & os.O_ACCMODE != os.O_RDONLY
+
+
+class _Syncing:
+    """What was synced, each file and directory once."""
+
+    def __init__(self) -> None:
+        self.failed: list[tuple[str, str]] = []
+        self._done: set[tuple[int, int]] = set()
+
+    def sync(self, pid: int, link: str, target: str, *, writable: bool) -> None:
+        """Sync a file that is open by that link, and its name. Raises FileNotFoundError."""
+        recent = False
+        with self._note_failure(target):
+            found = os.open(link, _PATH)  # a process that runs may open something else under this number
+            try:
+                info = os.fstat(found)
+                # CRIU saves a file without a name itself.
+                recent = info.st_nlink > 0 and _is_recent(info)
+                wanted = recent or (writable and info.st_nlink > 0)
+                if stat.S_ISREG(info.st_mode) and wanted and self._is_new(info):
+                    _sync_and_close(os.open(f"/proc/self/fd/{found}", _FILE))
+            finally:
+                os.close(found)
+        if recent:
+            self.sync_names(pid, target)
+
+    def sync_names(self, pid: int, target: str) -> None:
+        """Sync the directories above a path of a process, which may be new; where there are none, nothing."""
+        path = target
+        while (path := os.path.dirname(path)).strip("/"):
+            with self._note_failure(path), suppress(FileNotFoundError), directory(pid, path) as folder:
+                info = os.fstat(folder)
+                if _is_recent(info) and self._is_new(info):
+                    _sync_and_close(os.open(".", _FOLDER, dir_fd=folder))
+
+    def _is_new(self, info: os.stat_result) -> bool:
+        key = info.st_dev, info.st_ino
+        new = key not in self._done
+        self._done.add(key)
+        return new
+
+    @contextmanager
+    def _note_failure(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno not in _NOTHING_TO_SYNC:
+                self.failed.append((what, reason(error)))
+
+
+def _is_recent(info: os.stat_result) -> bool:
+    return time.time() - max(info.st_mtime, info.st_ctime) < _RECENT
+
+
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
