@@ -331,7 +331,7 @@ def _dump(job: CheckpointJob, draft: Draft, held: HeldDump | None) -> None:
             if job.volumes:
                 with job.transaction.step("volumes"):
                     volumes.take(job.image_path, volumes.list_open(job.processes(), job.volumes))
-            if not job.runs_on:
+            if not job.runs_on and not waits:
                 _sync_written_files(job, stopped=True)
             _check_podman(job)
             with job.transaction.step("dump"):
@@ -364,6 +364,8 @@ def _write_and_dump(job: CheckpointJob, draft: Draft, held: HeldDump) -> Gpusnap
         with allow_signals():
             _write(job, held.check)
             held.wait_until_written()
+            # CRIU holds all processes, and the disk has no more of the GPU memory to write.
+            _sync_written_files(job, stopped=True)
             # Once more, for the chunks of CRIU's images: an error of the disk must not cost the container.
             job.pages.write_durably(held.check)
         assert job.record is not None

@@ -179,8 +179,8 @@ def test_manifest_and_timeline(real: str, archive: Path) -> None:
         "driver checkpoint",
         "pages",
         "write manifest",
-        "files",
         "write",  # while CRIU dumps, which then waits for it
+        "files",  # and holds all processes
         "dump",
         "sync",
     ]
