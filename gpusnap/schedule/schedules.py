@@ -28,6 +28,7 @@ from gpusnap.schedule import unit_files
 
 FOLDER = "/etc/systemd/system"
 _PREFIX = "gpusnap-checkpoint-"
+_TIMER = ".timer"
 _RUNNING = "/run/systemd/system"  # sd_booted(3); also a folder of units, systemd.unit(5)
 _LONGEST = 256 - len(".service")  # unit names, systemd.unit(5)
 _SHORTEST = timedelta(seconds=30)
@@ -273,22 +274,29 @@ def remove(container: str, *, run: Run = ask) -> list[str]:
     return there
 
 
-def list_schedules(*, run: Run = ask) -> Iterator[FoundSchedule]:
-    """Return all schedules of this host. Raises GpusnapError."""
+def list_timers(root: str = "/") -> dict[str, str]:
+    """Return the timers of all schedules of a host, with their containers. Raises GpusnapError."""
     try:
-        names = sorted(os.listdir(FOLDER))
+        names = sorted(os.listdir(os.path.join(root, FOLDER.removeprefix("/"))))
     except FileNotFoundError:
-        return
+        return {}
     except OSError as error:
         raise GpusnapError(f"{FOLDER} cannot be read: {reason(error)}", code="GPS-005") from error
-    for name in names:
-        base, _, kind = name.rpartition(".")
-        if not name.startswith(_PREFIX) or kind != "timer":
-            continue
+    return {
+        name: unit_files.unescape(name.removeprefix(_PREFIX).removesuffix(_TIMER))
+        for name in names
+        if name.startswith(_PREFIX) and name.endswith(_TIMER)
+    }
+
+
+def list_schedules(*, run: Run = ask) -> Iterator[FoundSchedule]:
+    """Return all schedules of this host. Raises GpusnapError."""
+    for name, container in list_timers().items():
+        base = name.removesuffix(_TIMER)
         timer, service = _settings(name), _settings(f"{base}.service")
         seconds = next((text for key, text in timer if key == "OnUnitActiveSec"), "").removesuffix("s")
         yield FoundSchedule(
-            unit_files.unescape(base.removeprefix(_PREFIX)),
+            container,
             int(seconds) if seconds.isascii() and seconds.isdigit() else 0,
             tuple(text for key, text in service if key == "ExecStart"),
             name,

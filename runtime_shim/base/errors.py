@@ -28,6 +28,10 @@ from __future__ import annotations
 import errno
 import os
 
+TYPE_CHECKING = False  # not from typing, whose import takes longer than all of this module
+if TYPE_CHECKING:
+    from types import TracebackType
+
 
 class GpusnapError(Exception):
     """The base of all errors that a user may see: one sentence, and a hint."""
@@ -241,8 +245,16 @@ def advise(error: OSError) -> str:
 
 
 def is_of_no_module(error: BaseException) -> bool:
-    """Whether a module is empty: Python takes one whose file it cannot read for a directory."""
-    return isinstance(error, AttributeError) and getattr(error.obj, "__file__", "") is None
+    """Whether a module is empty: Python takes one whose file it cannot read for a directory.
+
+    Or it lacks a name that a module needs at its import: one of the two is of another version, because
+    gpusnap is being upgraded.
+    """
+    if not isinstance(error, AttributeError):
+        return False
+    at = _find_origin(error)
+    importing = at is not None and at.tb_frame.f_code.co_name == "<module>"
+    return getattr(error.obj, "__file__", "") is None or (importing and isinstance(error.obj, type(os)))
 
 
 def make_unforeseen(error: Exception) -> GpusnapError:
@@ -250,8 +262,8 @@ def make_unforeseen(error: Exception) -> GpusnapError:
     if isinstance(error, ImportError) or is_of_no_module(error):
         # Then it is not known whether a container has GPU state, which a plain checkpoint would lose.
         return GpusnapError(
-            f"a module of gpusnap is missing, so nothing is checkpointed or restored: {error}",
-            hint="reinstall gpusnap; gpusnap doctor checks the installation",
+            f"a module of gpusnap is missing: {error}",
+            hint="try again if gpusnap is being upgraded; else reinstall it; gpusnap doctor checks it",
             code="GPS-002",
         )
     if isinstance(error, RuntimeError) and is_of_no_thread(error):
@@ -264,9 +276,7 @@ def make_unforeseen(error: Exception) -> GpusnapError:
         said = (f"{error.filename}: " if error.filename else "") + reason(error)
     else:
         said = f"{type(error).__name__}: {error}"
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
+    trace = _find_origin(error)
     if trace is not None:
         said += f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
     return GpusnapError(
@@ -276,10 +286,16 @@ def make_unforeseen(error: Exception) -> GpusnapError:
 
 def _is_of_an_import(error: OSError) -> bool:
     """Whether it was raised by Python's own import system."""
+    trace = _find_origin(error)
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith("<frozen importlib")
+
+
+def _find_origin(error: BaseException) -> TracebackType | None:
+    """Return where it was raised; None if it was not."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith("<frozen importlib")
+    return trace
 
 
 def own_file_unreadable(path: str, error: OSError) -> GpusnapError:

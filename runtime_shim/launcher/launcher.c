@@ -139,7 +139,7 @@ static int tell_version(const struct line *line, int argc, char **argv, struct l
 /* Not in the words of strerror(ENOENT) and strerror(EACCES), which Podman replaces; see runtime_shim/base/errors.py. */
 static int python_is_missing(long error, enum whose whose)
 {
-    if (whose != OURS)
+    if (whose == PASS || whose == VERSION)
         say("gpusnap-runtime: no real runtime can be started, neither crun nor runc; install one of them\n");
     say("gpusnap-runtime: its Python program " PYTHON_ENTRY " cannot be started: ");
     if (error == -ENOENT) {
@@ -150,7 +150,8 @@ static int python_is_missing(long error, enum whose whose)
         say("error ");
         say_number(-error);
     }
-    say(", so nothing is checkpointed or restored; reinstall gpusnap [GPS-002]\n");
+    say(whose == WATCHED ? ", so the suspended container is not resumed" : ", so nothing is checkpointed or restored");
+    say("; reinstall gpusnap [GPS-002]\n");
     return EXIT_NOT_FOUND;
 }
 
@@ -177,10 +178,15 @@ static int run(int argc, char **argv, char **envp)
         }
         if (line.whose == WATCHED) {
             char *own = argv[0];
+            const char *container = container_of(argc, argv, line.at);
 
-            if (is_watched(argv[line.at], container_of(argc, argv, line.at))) {
+            if (is_watched(argv[line.at], container)) {
+                long error;
+
                 argv[0] = bare[0];
-                execute(PYTHON_ENTRY, argv, with_launcher_variable(envp));
+                error = execute(PYTHON_ENTRY, argv, with_launcher_variable(envp));
+                if (would_run_half(argv[line.at], container))
+                    return python_is_missing(error, WATCHED);
                 argv[0] = own; /* without Python, what stops and removes containers still does */
             }
             line.whose = PASS;

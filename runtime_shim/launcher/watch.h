@@ -129,4 +129,11 @@ static int is_watched(const char *command, const char *container)
            (!same(command, "pause") && ask_files(JOURNAL_DIRECTORY, is_noted, command, container));
 }
 
+/* Whether the real runtime would let a suspended container run without its GPU memory, as _would_run_half in
+ * shim/entry.py has it. */
+static int would_run_half(const char *command, const char *container)
+{
+    return same(command, "resume") && ask_files(WATCH_DIRECTORY, has_say, command, container);
+}
+
 #endif

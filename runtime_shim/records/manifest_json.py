@@ -20,6 +20,7 @@ from typing import Any
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.base.errors import GpusnapError, ManifestError, ManifestVersion, own_file_unreadable
+from gpusnap.runtime_shim.base.import_ahead import import_meanwhile
 from gpusnap.runtime_shim.base.question_process import Companion
 from gpusnap.runtime_shim.base.transaction import Step
 from gpusnap.runtime_shim.records.manifest import (
@@ -38,6 +39,13 @@ from gpusnap.runtime_shim.records.manifest import (
 )
 
 _COMPANION = Companion()
+_DECODED_INTO = (
+    "gpusnap.oci.base.errors",
+    "gpusnap.oci.chunks.table",
+    "gpusnap.runtime_shim.gpu.api.driver",
+    "gpusnap.runtime_shim.gpu.nvidia.driver_files",
+)
+"""What `decode` imports late."""
 # Seconds for its import there, and for an answer; after that it is done here.
 _PATIENCE = 30.0
 
@@ -81,11 +89,11 @@ def decode(data: bytes, where: str) -> Manifest:
 
 
 def prepare() -> None:
-    """Import what the check of a manifest needs: 0.05 s, in a Companion if there is one.
+    """Import what `decode` and the check of a manifest need: 0.05 s, in a Companion if there is one.
 
-    Errors are reported by the check itself.
+    Errors are reported by these themselves.
     """
-    with suppress(GpusnapError, ImportError, TimeoutError):
+    with import_meanwhile(*_DECODED_INTO), suppress(GpusnapError, ImportError, TimeoutError):
         _COMPANION.ask(_load, within=_PATIENCE)
 
 

@@ -155,6 +155,8 @@ def _run_watched(args: list[str], at: int, root: str | None) -> int | None:
     except ContainerError:
         raise
     except Exception:
+        if _would_run_half(args[at], args[at + 1 :]):
+            raise
         # The next sweep frees what is kept of a suspended container.
         return ended[0] if ended else None
 
@@ -203,9 +205,27 @@ def _is_watched(command: str, words: list[str]) -> bool:
     """
     container = next((word for word in words if not word.startswith("-")), "")
     try:
-        names = _list_files(WATCH, container)
         if any(name.endswith(_NOTED[command]) for name in _list_files(JOURNAL, container)):
             return True
+    except OSError:
+        return True
+    return _is_suspended(command, container)
+
+
+def _would_run_half(command: str, words: list[str]) -> bool:
+    """Whether the real runtime would let a suspended container run, without its GPU memory.
+
+    It may not if gpusnap cannot handle the command: its record was written by another version, or a module
+    is missing.
+    """
+    container = next((word for word in words if not word.startswith("-")), "")
+    return command == "resume" and _is_suspended(command, container)
+
+
+def _is_suspended(command: str, container: str) -> bool:
+    """Whether a container is suspended, and gpusnap itself does not make the engine pause or resume it."""
+    try:
+        names = _list_files(WATCH, container)
     except OSError:
         return True
     passed = _ON_THE_WAY[command == "resume" :]

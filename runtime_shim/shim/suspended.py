@@ -18,7 +18,7 @@ runtime, except these:
 - `resume` of one that `gpusnap recover` has left running succeeds, as crun's does; runc's would fail.
 
 Nothing else here may prevent a container from being stopped and removed: after any error, the real runtime
-runs.
+runs, except for a `resume` of a suspended container (shim/entry.py).
 """
 
 from __future__ import annotations

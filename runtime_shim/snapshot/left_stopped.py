@@ -37,6 +37,15 @@ from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.recovery import checkpoint as recovery
 
 CODE = "GPS-218"
+WAY_BACK = (
+    "pynvml",
+    "gpusnap.runtime_shim.gpu.nvidia.nvml_ctypes",
+    "gpusnap.runtime_shim.gpu.nvidia.cuda",
+    "gpusnap.runtime_shim.process.ptrace.tracer",
+    "gpusnap.runtime_shim.process.ptrace.populate",
+)
+"""Modules that `bring_back` imports late. Who may have to call it imports them before the dump: an upgrade of
+gpusnap may replace or remove their files."""
 # Seconds for the runtime of a Podman that was killed to end, and between two looks.
 _PATIENCE, _EVERY = 120.0, 0.1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,6 +25,7 @@ from gpusnap.hooks import hooksd
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
+from gpusnap.schedule import schedules
 
 _DONE = {"written": "to be written", "replaced": "to be replaced", "removed": "to be removed"}
 _CHANGED = ("written", "replaced", "removed")
@@ -111,7 +113,7 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     Modified files are kept. It is refused while there are containers that use gpusnap-runtime, because their
     engine could then neither stop nor start them, and while another configuration file of an engine names
     gpusnap-runtime or makes it the default: the lines are shown. --force uninstalls anyway, and removes
-    modified files. Checkpoints, the store and gpusnap itself are kept.
+    modified files. Checkpoints, the store, schedules and gpusnap itself are kept; schedules are named.
 
     With --dry-run it prints what would be removed and, if it would be refused, the reason, and returns the
     same exit code. It looks for containers only if it runs as root.
@@ -134,7 +136,7 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     changes = installer.uninstall(root=root, force=force, dry_run=dry_run)
     notes = _list_left(changes)
     notes += [f"remove this line: {each.path} is left as it is: {each}" for each in lines]
-    notes += _restarts(changes, root)
+    notes += [*_restarts(changes, root), *_list_schedules(root)]
     if as_json:
         print_json(_document(changes, notes) | {"refused": refusal.sentence() if refusal is not None else ""})
     else:
@@ -266,6 +268,17 @@ def _is_ours(path: str, root: str) -> bool:
 
 def _list_left(changes: Sequence[Change]) -> list[str]:
     return [f"{each.path} was modified, and is kept" for each in changes if each.what == "left"]
+
+
+def _list_schedules(root: str) -> list[str]:
+    """Timers of `gpusnap schedule`: their runs fail once gpusnap itself is removed."""
+    with suppress(GpusnapError):
+        containers = schedules.list_timers(root).values()
+        return [
+            f"the schedule of {name} is kept; before gpusnap is removed: gpusnap schedule {name} --remove"
+            for name in map(shlex.quote, containers)
+        ]
+    return []
 
 
 def _restarts(changes: Sequence[Change], root: str) -> list[str]:

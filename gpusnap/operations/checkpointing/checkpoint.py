@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from gpusnap.base.progress import Progress, Tick, board, watch_growth
-from gpusnap.base.user_errors import convert_errors
+from gpusnap.base.user_errors import convert_errors, make_told_error
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.entries import read_member
@@ -56,6 +56,7 @@ from gpusnap.runtime_shim.base.errors import (
 )
 from gpusnap.runtime_shim.base.import_ahead import import_meanwhile
 from gpusnap.runtime_shim.base.log import note
+from gpusnap.runtime_shim.base.threads import run_meanwhile
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import left_stopped
@@ -66,8 +67,9 @@ if TYPE_CHECKING:
     from gpusnap.operations.push_pull import PushResult
 
 _BLOBS = ("blobs", "sha256")
-_SPLIT = "gpusnap.operations.sources"
-"""What splits Podman's export. Podman does not wait for its import: 0.05 s."""
+_AFTERWARDS = ("gpusnap.operations.sources",)
+"""Modules for what follows Podman's checkpoint. They are imported (0.05 s) while Podman begins, because an
+upgrade of gpusnap may replace or remove their files before Podman has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,13 +175,13 @@ def checkpoint(
         made = _to_store(request, found, progress, began)
     if not isinstance(request.to, locator.InRegistry):
         return made
-    from gpusnap.operations import push_pull
-
     try:
+        from gpusnap.operations import push_pull
+
         made_there = locator.InStore(Store(made.store), made.digest)
         pushed = push_pull.push(made_there, request.to, plain_http=request.plain_http, progress=progress)
-    except (GpusnapError, KeyboardInterrupt) as error:
-        said = error if isinstance(error, GpusnapError) else stop_signals.make_interrupted()
+    except (GpusnapError, ImportError, KeyboardInterrupt) as error:
+        said = make_told_error(error) if isinstance(error, Exception) else stop_signals.make_interrupted()
         plain_http = " --plain-http" if request.plain_http or request.to.plain_http else ""
         raise type(said)(
             f"the checkpoint is in {made.store} as {made.name}, but was not pushed: {said}",
@@ -415,16 +417,17 @@ def _run(
     """Run Podman's checkpoint, and check that it made the requested one."""
     words = [*options, *request.options()]
 
-    def at_work() -> None:
-        manifest_json.prepare()  # while Podman works: it takes 0.05 s, and is needed right after Podman
-        tick()
-
     def run(*more: str) -> bool:
         return podman_work.checkpoint(
-            export.found, export.archive, [*words, *more], tick=at_work, say=progress.say
+            export.found, export.archive, [*words, *more], tick=tick, say=progress.say
         )
 
-    with import_meanwhile(_SPLIT), _show_as_running(export.found) if request.asleep else nullcontext():
+    later = (*_AFTERWARDS, *(left_stopped.WAY_BACK if export.left_stopped else ()))
+    with (
+        run_meanwhile(manifest_json.prepare, name="gpusnap-checks"),
+        import_meanwhile(*later),
+        _show_as_running(export.found) if request.asleep else nullcontext(),
+    ):
         try:
             came = run("--leave-running") if export.left_stopped else run()
         except GpusnapError as error:

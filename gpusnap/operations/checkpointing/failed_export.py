@@ -127,10 +127,11 @@ class Export:
         """Let the container that was left stopped run on; return whether it does. The error says why not."""
         try:
             left_stopped.bring_back(self.found.id, needed_driver, settings_file.load().memory)
-        except GpusnapError as failed:
+        except Exception as failed:  # of any kind: the user must be told what is left
+            why = make_told_error(failed).sentence()
             error.add_hint(
-                f"{self.found.name} is stopped, and nothing of it is lost: {failed.sentence()}; gpusnap "
-                f"recover {self.found.id[:12]} lets it run on"
+                f"{self.found.name} is stopped, and nothing of it is lost: {why}; gpusnap recover "
+                f"{self.found.id[:12]} lets it run on"
             )
             return False
         return True

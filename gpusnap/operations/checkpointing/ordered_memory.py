@@ -61,7 +61,7 @@ class OrderedMemory:
         If memory was handed over, the runtime has finished with the container. Memory that the journal names
         is left for `gpusnap recover`.
         """
-        with suppress(OciError, GpusnapError, OSError):
+        with suppress(OciError, GpusnapError, ImportError, OSError):
             if self._taken is None:
                 self._taken = handover.take_unneeded(self._store, self.name)
 
@@ -73,7 +73,7 @@ class OrderedMemory:
         """
         if not runs:
             self.take_left()
-        with suppress(OciError, GpusnapError, OSError):
+        with suppress(OciError, GpusnapError, ImportError, OSError):
             if self._taken is not None:
                 if not runs:
                     self._taken.commit()

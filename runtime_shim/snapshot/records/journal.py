@@ -386,6 +386,7 @@ def read(key: str) -> Entry | None:
             return Entry(key, "", paused.owner, (), paused=paused)
         return Entry(key, "", (0, 0), ()) if has_held_threads(key) else None
     try:
+        check_version(document, _VERSION)
         wrote = identity(document["owner"])
         processes = tuple(_parse_suspended(key, each) for each in document["processes"])
         processes += tuple(_iterate_idle(key))
@@ -502,6 +503,7 @@ def _pause(key: str) -> Pause | None:
     if document is None:
         return None
     try:
+        check_version(document, _PAUSE_VERSION)
         stopped = tuple((int(pid), int(start)) for pid, start in document["stopped"])
         wrote = identity(document["owner"])
         group, thawed = str(document["group"]), bool(document["thawed"])
@@ -514,6 +516,15 @@ def _pause(key: str) -> Pause | None:
             hint="another version wrote it",
             code="GPS-023",
         ) from error
+
+
+def check_version(document: Any, newest: int) -> None:
+    """Check that no newer gpusnap wrote a document, whose members may mean something else there.
+
+    Raises KeyError, TypeError, ValueError.
+    """
+    if int(document["version"]) > newest:
+        raise ValueError(f"it has version {document['version']}, and this one reads up to {newest}")
 
 
 def identity(value: Any) -> tuple[int, int]:

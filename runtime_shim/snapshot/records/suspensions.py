@@ -124,6 +124,7 @@ def read(key: str) -> Suspension | None:
     if document is None:
         return None
     try:
+        journal.check_version(document, _VERSION)
         return Suspension(
             key=key,
             name=str(document["name"]),

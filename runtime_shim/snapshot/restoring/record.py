@@ -168,6 +168,7 @@ def read(key: str, kind: str = KIND) -> Restore | None:
     if document is None:
         return None
     try:
+        journal.check_version(document, _VERSION)
         return _decode(document, key)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         container = container_key.id_of(key)

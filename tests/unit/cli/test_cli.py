@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -378,7 +379,7 @@ def test_a_full_disk_behind_stdout(word: str) -> None:
     [
         (
             ImportError("libz.so.1: cannot map it"),
-            "a module of gpusnap is missing, .*: libz.so.1: cannot map it",
+            "a module of gpusnap is missing: libz.so.1: cannot map it",
         ),
         (MemoryError(), "this host has no memory left for gpusnap; free some memory and try again"),
         (RuntimeError("can't start new thread"), "a thread cannot be started: .*; raise the limit on"),
@@ -415,6 +416,17 @@ def test_a_module_with_nothing_in_it(gpusnap: Run, monkeypatch: pytest.MonkeyPat
     code, _, err = gpusnap("gpus")
     assert code == exit_codes.FAILED
     assert err.startswith("gpusnap: a module of gpusnap is missing")
+
+
+def test_modules_of_two_versions(gpusnap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """During an upgrade, a module may need a name that one that was imported before does not have."""
+    (tmp_path / "newer_part.py").write_text("from gpusnap.oci.base import errors\nerrors.Newer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(needed, "find_driver", lambda: importlib.import_module("newer_part"))
+    code, _, err = gpusnap("gpus")
+    assert code == exit_codes.FAILED
+    assert re.match(r"gpusnap: a module of gpusnap is missing: .* no attribute 'Newer'; try again", err)
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("line", [("--help",), ("-h",), ("inspect", "-h"), ("gpus", "--help")])

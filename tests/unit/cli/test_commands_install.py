@@ -255,6 +255,17 @@ def test_changed_by_somebody(tree: Path) -> None:
     assert (tree / PODMAN[1:]).exists()
 
 
+def test_schedules_that_stay(tree: Path) -> None:
+    """An uninstall keeps them, and says how they are removed: without gpusnap, their runs would fail."""
+    run(install, tree)
+    units = tree / "etc/systemd/system"
+    units.mkdir(parents=True)
+    (units / r"gpusnap-checkpoint-a\x2db.timer").write_text("")
+    (units / "gpusnap-checkpoint-x.service").write_text("")
+    (note,) = json.loads(run(uninstall, tree, "--json"))["notes"]
+    assert note == "the schedule of a-b is kept; before gpusnap is removed: gpusnap schedule a-b --remove"
+
+
 @pytest.mark.parametrize("command", [install, uninstall])
 def test_not_root(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

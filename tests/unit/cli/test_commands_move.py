@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive
 from oci_checkpoints import commit
 
+from gpusnap import operations
 from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import places
@@ -177,6 +179,19 @@ def test_the_way_back_of_what_runs_on(store: Store) -> None:
     (name,) = (each.name for each in store.entries())
     back = f"podman rm --force --time 0 w && gpusnap restore {name}"
     assert said == f"w continues to run; to go back to this checkpoint: {back}\n"
+
+
+def test_a_push_whose_module_is_gone(
+    store: Store, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpusnap was removed meanwhile: the sentence says where the checkpoint is, all the same."""
+    monkeypatch.setitem(sys.modules, "gpusnap.operations.push_pull", None)
+    monkeypatch.delattr(operations, "push_pull", raising=False)
+    with pytest.raises(
+        GpusnapError, match=r"the checkpoint is in .* but was not pushed: a module of gpusnap"
+    ):
+        ran("checkpoint", "w", "--to", f"{registry.host}/team/app:v1", "--plain-http")
+    assert any(each.name.startswith("w:") for each in store.entries())
 
 
 def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:

@@ -47,6 +47,7 @@ from gpusnap.runtime_shim.settings import Settings, load
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import left_stopped
 from gpusnap.runtime_shim.snapshot.memory import handover
+from gpusnap.runtime_shim.snapshot.memory.handover import HandedOverMemory
 from gpusnap.runtime_shim.snapshot.records import journal
 
 
@@ -449,6 +450,18 @@ def test_interrupted_before_the_runtime_began(fake: FakePodman, tmp_path: Path) 
     assert raised.value.sentence() == f"{said}; w continues to run"
 
 
+def test_a_module_is_gone_after_the_end(pages: FakePodman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says what is left, though the memory cannot be put into the store now either."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise ImportError("No module named 'x'")
+
+    monkeypatch.setattr(convert, "take_in", fails)
+    monkeypatch.setattr(HandedOverMemory, "commit", fails)
+    with pytest.raises(GpusnapError, match="nothing is lost: Podman has the checkpoint of w"):
+        made()
+
+
 @pytest.mark.parametrize("leave_running", [True, False])
 def test_podman_fails_after_the_pages_were_handed_over(
     pages: FakePodman, store: Store, leave_running: bool
@@ -819,16 +832,19 @@ def test_it_cannot_be_left_stopped(pages: FakePodman, store: Store) -> None:
     assert os.listdir(store.path + "/staging") == []
 
 
-@pytest.mark.parametrize("lost", [False, True])
+_LOST = (GpusnapError("the driver does not answer"), ImportError("No module named 'x'"))
+
+
+@pytest.mark.parametrize("lost", [None, *_LOST])
 def test_a_failure_while_it_is_stopped(
-    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, lost: bool
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, lost: Exception | None
 ) -> None:
     """It is brought back; if that fails, the message says how it is done again."""
 
     def bring_back(container: str, *_: object) -> None:
         brought.append(container)
-        if lost:
-            raise GpusnapError("the driver does not answer")
+        if lost is not None:
+            raise lost
 
     brought = list[str]()
     monkeypatch.setattr(left_stopped, "bring_back", bring_back)
@@ -838,9 +854,11 @@ def test_a_failure_while_it_is_stopped(
         made()
     said = raised.value.sentence()
     assert brought == [ID]
-    assert ("w continues to run" in said) is not lost
-    again = f"the driver does not answer; gpusnap recover {ID[:12]} lets it run on"
-    assert (f"w is stopped, and nothing of it is lost: {again}" in said) is lost
+    assert ("w continues to run" in said) is (lost is None)
+    if lost is not None:
+        why = said.partition("w is stopped, and nothing of it is lost: ")[2]
+        assert str(lost) in why
+        assert f"; gpusnap recover {ID[:12]} lets it run on" in why
     assert store.entries() == ()
     assert os.listdir(store.path + "/staging") == []
 

@@ -304,6 +304,22 @@ def test_the_suspended_without_python(watching: Launcher, suspended: Path) -> No
     assert found == [*watching.real("crun"), "delete", "--force", "ID"]
 
 
+def test_a_resume_without_python(watching: Launcher, suspended: Path) -> None:
+    """No suspended container runs without its GPU memory; gpusnap's own resume passes."""
+    suspended.mkdir()
+    kept = (watching.directory / "entry").rename(watching.directory / "entry.kept")
+    try:
+        (suspended / "ID@1").write_text(record("suspended"))
+        done = watching.done("resume", "ID")
+        (suspended / "ID@1").write_text(record("resumed"))
+        found = watching.run("resume", "ID")
+    finally:
+        kept.rename(watching.directory / "entry")
+    assert done.returncode != 0
+    assert b"so the suspended container is not resumed; reinstall gpusnap [GPS-002]" in done.stderr
+    assert found == [*watching.real("crun"), "resume", "ID"]
+
+
 @pytest.mark.parametrize("args", lines.VERSION.values(), ids=lines.VERSION)
 def test_version(launcher: Launcher, args: list[str]) -> None:
     assert launcher.run(*args, end=OWN_VERSION) == [*launcher.real("crun"), *args]

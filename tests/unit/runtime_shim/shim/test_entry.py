@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -303,3 +304,32 @@ sys.modules["gpusnap.runtime_shim.shim.dispatch"] = shim
 """
     done = host.run("--debug", "checkpoint", "--leave-running", "x", before=stand_in)
     assert (done.returncode, done.stdout) == (5, "shim --debug checkpoint --leave-running x\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "stage", "passes"),
+    [
+        ("resume", "suspended", False),
+        ("resume", "resumed", True),
+        ("pause", "suspended", True),
+        ("delete", "suspended", True),
+    ],
+)
+def test_a_suspended_container_and_a_missing_module(
+    host: Host, tmp_path: Path, command: str, stage: str, passes: bool
+) -> None:
+    """It does not run without its GPU memory, and can be removed."""
+    records = tmp_path / "suspended"
+    records.mkdir()
+    (records / "x@1").write_text(json.dumps({"stage": stage}))
+    before = f"""
+from gpusnap.runtime_shim.shim import entry as watching
+watching.WATCH, watching.JOURNAL = {str(records)!r}, {str(tmp_path / "journal")!r}
+sys.modules["gpusnap.runtime_shim.shim.suspended"] = None
+"""
+    done = host.run(command, "x", before=before)
+    if passes:
+        assert (done.returncode, done.stdout.splitlines()[1]) == (7, f"<{command}><x>")
+    else:
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "a module of gpusnap is missing" in done.stderr

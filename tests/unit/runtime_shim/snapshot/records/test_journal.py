@@ -160,6 +160,17 @@ def test_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (caught.value.hint, caught.value.code) == ("free some memory and try again", "")
 
 
+@pytest.mark.parametrize("kind", ["json", journal.PAUSED, restore_record.KIND])
+def test_of_a_newer_version(folder: Path, kind: str) -> None:
+    """Its members may mean something else: it is not read, and kept."""
+    journal.write("w", "/image", {1: ()})
+    journal.note_pause("w", journal.Pause((1, 1), "", False, ()))
+    journal.write_document("w", kind, {**(journal.load("w", kind) or {}), "version": 99})
+    with pytest.raises(GpusnapError, match="was not written by this version of gpusnap: it has version 99"):
+        restore_record.read("w") if kind == restore_record.KIND else journal.read("w")
+    assert journal.load("w", kind)["version"] == 99
+
+
 def test_of_an_earlier_version(folder: Path) -> None:
     """It does not say, and is read."""
     journal.write("w", "/image", {1: ()})

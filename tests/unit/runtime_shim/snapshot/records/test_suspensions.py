@@ -102,6 +102,16 @@ def test_as_it_was_written(folder: Path) -> None:
     assert suspensions.read(first.key) is None
 
 
+def test_a_file_of_a_newer_version(folder: Path) -> None:
+    """Its members may mean something else, though they have the same names."""
+    found = suspension()
+    suspensions.write(found)
+    document = journal.load(found.key, journal.SUSPENDED)
+    journal.write_document(found.key, journal.SUSPENDED, {**document, "version": document["version"] + 1})
+    with pytest.raises(GpusnapError, match=r"c0ffee was not written by this version .* version 2"):
+        suspensions.read(found.key)
+
+
 def test_a_file_of_another_version(folder: Path) -> None:
     """Is no suspended container, and said so."""
     found = suspension()
