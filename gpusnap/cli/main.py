@@ -58,11 +58,17 @@ MODULES = {
     "version": "gpusnap.cli.commands.version",
 }
 
+# They make podman(1) ask a service, perhaps on another host. What that starts is no child of gpusnap's, so it
+# would not do what gpusnap orders for one checkpoint, nor find the memory that gpusnap loads for a restore.
+_SERVICES = ("CONTAINER_HOST", "CONTAINER_CONNECTION")
+
 
 def main() -> int:
     """The entry point: every error becomes one sentence and an exit code."""
     forgive_closed_pipes()
     threads.bound_thread_starts()
+    for name in _SERVICES:
+        os.environ.pop(name, None)
     if "_GPUSNAP_COMPLETE" in os.environ:
         import gpusnap.cli.completion  # noqa: F401 (our own way for bash is in place then)
     with stop_signals.raise_interrupts():

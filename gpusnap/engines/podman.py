@@ -69,6 +69,8 @@ class Container:
     """The path of its last checkpoint in Podman's storage, if there is one."""
     init: int = 0
     """The PID of its first process; 0 if it does not run."""
+    conmon: int = 0
+    """The PID of its conmon; 0 if it does not run."""
     auto_remove: bool = False
     """Podman removes it when it ends, as with --rm, together with its checkpoint."""
     upper: str = ""
@@ -103,13 +105,23 @@ class Container:
         """Return whether it has ended, and Podman has not cleaned up."""
         return self.status == _NOT_CLEANED_UP
 
+    @property
+    def is_listed_as_running(self) -> bool:
+        """Return whether Podman lists it as running, although neither it nor its conmon does.
+
+        conmon has told Podman of the end, in a file. A Podman that was killed during a checkpoint had removed
+        that, and not yet recorded the end (libpod, Container.checkpoint): no other Podman notices it.
+        """
+        pids = (self.init, self.conmon)
+        return self.status == "running" and all(pids) and not any(map(proc.is_running, pids))
+
     def has_checkpoint(self) -> bool:
         """Return whether it has ended, and Podman has a complete checkpoint of it.
 
         Podman has recorded none if it was killed, too, and forgets it when the host is restarted (libpod,
         resetContainerState). CRIU writes the inventory last (criu, cr-dump.c).
         """
-        if self.status not in _ENDED:
+        if self.status not in _ENDED and not self.is_listed_as_running:
             return False
         if self.checkpointed:
             return True
@@ -193,6 +205,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         # Podman keeps the path only of a checkpoint that it considers complete (libpod, ContainerState).
         checkpoint_path=str(state.get("CheckpointPath") or (os.path.join(own, "checkpoint") if own else "")),
         init=int(state.get("Pid") or 0),
+        conmon=int(state.get("ConmonPid") or 0),
         auto_remove=bool((found.get("HostConfig") or {}).get("AutoRemove")),
         upper=str((driver.get("Data") or {}).get("UpperDir") or ""),
         checkpointed=bool(state.get("Checkpointed")),
@@ -280,17 +293,25 @@ def names(*, seconds: float) -> dict[str, str]:
 def list_not_cleaned_up(*, seconds: float) -> tuple[str, ...]:
     """Return the IDs of containers that have ended, and after which Podman has not cleaned up.
 
-    Raises GpusnapError, also if Podman has not answered by then.
+    Also of those that Podman lists as running, although their first process has ended. Raises GpusnapError,
+    also if Podman has not answered by then.
     """
     # Podman's filter takes both states (exited, stopped) for one (libpod, filters/containers.go).
-    done = ask("ps", "--all", "--no-trunc", "--filter", "status=exited", "--format", "json", seconds=seconds)
+    states = ("--filter", "status=exited", "--filter", "status=running")
+    done = ask("ps", "--all", "--no-trunc", *states, "--format", "json", seconds=seconds)
     if done.code:
         raise GpusnapError(f"Podman cannot list its containers: {sentence(done)}")
     try:
         found = parse_json(done.out)
-        return tuple(str(each["Id"]) for each in found if each["State"] == _NOT_CLEANED_UP)
+        return tuple(str(each["Id"]) for each in found if _has_ended_unnoticed(each))
     except (ValueError, KeyError, TypeError) as error:
         raise GpusnapError(f"Podman's list of containers cannot be parsed: {error!r}") from error
+
+
+def _has_ended_unnoticed(listed: Mapping[str, Any]) -> bool:
+    if listed["State"] != "running":
+        return bool(listed["State"] == _NOT_CLEANED_UP)
+    return bool(listed.get("Pid")) and not proc.is_running(int(listed["Pid"]))
 
 
 def ids() -> set[str]:
@@ -523,6 +544,11 @@ def clean_up(found: Container) -> None:
         )
     if found.is_not_cleaned_up:
         run_query("container", "cleanup", found.id, wanted=f"the clean-up of {found.name}")
+    elif found.is_listed_as_running:
+        # It fails for want of an exit code, and records the end (libpod, Container.stop).
+        done = ask("stop", "--time", "0", found.id)
+        if inspect_container(found.id).status not in _ENDED:
+            raise GpusnapError(f"Podman does not notice that {found.name} has ended: {sentence(done)}")
 
 
 def check(found: Container, *, asleep: bool = False, instead: str = "") -> None:

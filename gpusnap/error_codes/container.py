@@ -186,6 +186,18 @@ CODES = (
         "`nvidia.allow-nccl`. See docs/gpus.md#gpus-that-are-shared.",
     ),
     ErrorCode(
+        "GPS-220",
+        "removed-by-service",
+        "Podman removes a container with --rm as soon as it has ended, with its checkpoint. Podman's API "
+        "service, which works for `podman --remote` and for other programs, exports the checkpoint to a "
+        "temporary file and removes that when it has sent it, or failed to. If the connection broke, the "
+        "disk was full or the service ended, the container would be lost.",
+        "`gpusnap checkpoint` on the container's host: it removes the container only when its checkpoint is "
+        "stored. Or leave it running (`--leave-running`, in the API `leaveRunning=true`), and remove it when "
+        "you have the archive: what it does in between is not in the checkpoint. See "
+        "docs/podman.md#through-podmans-api-service.",
+    ),
+    ErrorCode(
         "GPS-225",
         "does-not-stop",
         "A thread of the container cannot be stopped in time, or the kernel does not report in time what "

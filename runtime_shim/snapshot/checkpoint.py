@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from gpusnap.oci.base.dataclass import asdict, replace
@@ -94,6 +95,8 @@ from gpusnap.runtime_shim.snapshot.records import journal, volumes, written_file
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.recovery import network_lock
 
+# Podman gives it to a container with --rm (libpod, define.InspectAnnotationAutoremove).
+_REMOVED_BY_PODMAN = "io.podman.annotations.autoremove"
 # Seconds between two looks whether a CRIU still waits.
 _LOOK = 0.1
 
@@ -208,6 +211,7 @@ def _inspect(job: CheckpointJob) -> None:
     preflight.check_criu_library(job.real)
     preflight.check_pycriu()
     preflight.refuse_options(job.call, job.container)
+    _refuse_to_remove(job)
     preflight.refuse_adopted(job.container)
     preflight.refuse_neighbours(job.call, job.container)
     config = containers.bundle_config(job.container.bundle)
@@ -426,6 +430,26 @@ def _is_podman(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == conmon.PODMAN
     return False
+
+
+def _refuse_to_remove(job: CheckpointJob) -> None:
+    """Refuse to end a container with --rm for Podman's API service.
+
+    The service exports it to a temporary file, sends that, and removes it, whether its client got it or not
+    (podman, pkg/api/handlers/libpod, Checkpoint). Podman has removed the container by then.
+    """
+    if job.call.leave_running or job.container.annotations.get(_REMOVED_BY_PODMAN) != "TRUE":
+        return
+    podman = next(filter(_is_podman, proc.list_ancestors(os.getpid())), 0)
+    if podman and ("system", "service") in pairwise(proc.command(podman)):
+        raise Refused(
+            f"container {job.container.id} has --rm, so Podman would remove it when this checkpoint ends it, "
+            "and Podman's API service keeps no copy of the checkpoint: if its client went away meanwhile, "
+            "nothing would be left",
+            hint="run gpusnap checkpoint on this host; or have the service leave the container running, and "
+            "remove it afterwards",
+            code="GPS-220",
+        )
 
 
 def _check_podman(job: CheckpointJob) -> None:

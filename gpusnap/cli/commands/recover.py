@@ -160,8 +160,8 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     can be restored here. On the other host, the received data is removed.
 
     If Podman was killed before it cleaned up after a checkpoint, it does not restore the container: gpusnap
-    recover runs `podman container cleanup`. A container with a restart policy is left alone, and the commands
-    for it are printed.
+    recover runs `podman container cleanup`, or `podman stop` if Podman lists it as running for ever. A
+    container with a restart policy is not cleaned up, and the commands for it are printed.
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.

@@ -84,7 +84,8 @@ def _podman() -> Iterator[ShimContainer]:
         return
     # If one is removed between the two calls, the second fails, but still reports the others.
     form = "{{.OCIRuntime}}\t{{.Id}}\t{{.Name}}"
-    done = child_process.run([path, "container", "inspect", "--format", form, *ids], seconds=_PATIENCE)
+    words = ("container", "inspect", "--format", form, *ids)
+    done = child_process.run([path, *words], env=os.environ, seconds=_PATIENCE)
     for line in done.out.splitlines():
         runtime, _, rest = line.partition("\t")
         identity, _, name = rest.partition("\t")
@@ -100,7 +101,8 @@ def _podman() -> Iterator[ShimContainer]:
 
 def _list_podmans(path: str) -> set[str]:
     """Return the IDs of Podman's containers."""
-    done = child_process.run([path, "container", "ls", "--all", "--quiet", "--no-trunc"], seconds=_PATIENCE)
+    words = ("container", "ls", "--all", "--quiet", "--no-trunc")
+    done = child_process.run([path, *words], env=os.environ, seconds=_PATIENCE)
     if done.code:
         raise GpusnapError(
             f"Podman cannot list its containers: {_last_line(done.err)}", hint="run podman ps --all"

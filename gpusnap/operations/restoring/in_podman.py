@@ -251,8 +251,10 @@ def list_unnoticed() -> tuple[podman.Container, ...]:
         for container_id in podman.list_not_cleaned_up(seconds=_PATIENCE):
             with suppress(GpusnapError):
                 there = podman.inspect_container(container_id)
-                ended = there.is_not_cleaned_up and there.id not in running and there.has_checkpoint()
-                if ended and podman.is_ours(there.runtime):
+                # Podman would remove one with --rm as it notices the end.
+                ended = there.is_not_cleaned_up or (there.is_listed_as_running and not there.auto_remove)
+                unnoticed = ended and there.id not in running and there.has_checkpoint()
+                if unnoticed and podman.is_ours(there.runtime):
                     found.append(there)
     return tuple(found)
 
@@ -266,9 +268,9 @@ def note_end(found: podman.Container, stores: Sequence[str] = ()) -> str:
         now = podman.inspect_container(found.id)
     except NotFound:
         return "it was removed meanwhile"
-    if not now.is_not_cleaned_up:
+    if not (now.is_not_cleaned_up or now.is_listed_as_running):
         return f"Podman lists it as {now.status} now"
-    podman.clean_up(found)
+    podman.clean_up(now)
     command = f"podman container restore {found.name}"
     with suppress(GpusnapError):
         restorable = (each for path in stores for each in list_restorable(Store(path)))

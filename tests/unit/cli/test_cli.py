@@ -480,6 +480,20 @@ def crun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def test_podman_of_this_host(tmp_path: Path, gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever service the environment names for `podman`: orders count only below gpusnap itself."""
+    told, program = tmp_path / "told", tmp_path / "podman"
+    program.write_text(
+        f'#!/bin/sh\necho "${{CONTAINER_HOST-}}${{CONTAINER_CONNECTION-}}." >>{told}\nexit 125\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CONTAINER_HOST", "unix:///run/podman/podman.sock")
+    monkeypatch.setenv("CONTAINER_CONNECTION", "other")
+    code, _, err = gpusnap("checkpoint", "w")
+    assert (code, {*told.read_text().split()}) == (1, {"."}), err
+
+
 def test_settings(tmp_path: Path, gpusnap: Run, crun: Path) -> None:
     """Every setting with its value, in a form that can be read back to the same settings."""
     path = tmp_path / "gpusnap.toml"

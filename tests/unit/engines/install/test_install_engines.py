@@ -71,6 +71,17 @@ def test_podmans_containers(nothing: Path) -> None:
     assert list_used() == [ShimContainer("podman", "bbb", "two"), ShimContainer("podman", "ccc", "three")]
 
 
+def test_podmans_containers_of_this_host(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Podman has the environment of now, from which gpusnap has taken what names a service."""
+    monkeypatch.setenv("GPUSNAP_MARK", "bbb")
+    form = '"gpusnap-runtime\\t%s\\ttwo\\n"'
+    program(
+        nothing / "podman",
+        f'case "$2" in ls) echo "$GPUSNAP_MARK";; *) printf {form} "$GPUSNAP_MARK";; esac',
+    )
+    assert list_used() == [ShimContainer("podman", "bbb", "two")]
+
+
 def test_each_once(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that Podman tells of and conmon watches, and one that only conmon does."""
     program(

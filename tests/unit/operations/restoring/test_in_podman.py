@@ -20,6 +20,9 @@ from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.snapshot.recovery import restored_containers
 from gpusnap.runtime_shim.snapshot.restoring.record import Restore
 
+# One more than a PID can be (proc_sys_kernel(5), pid_max).
+_NOBODY = 4194304
+
 
 @pytest.fixture
 def store(host_store: Store) -> Store:
@@ -146,6 +149,34 @@ def test_an_end_that_podman_has_not_noticed(fake: FakePodman) -> None:
     (found,) = in_podman.list_unnoticed()
     assert in_podman.note_end(found).endswith(" from its checkpoint: podman container restore w")
     assert f"container cleanup {ID}\n" in (fake.folder / "calls").read_text()
+    assert in_podman.list_unnoticed() == ()
+
+
+def listed_as_running(fake: FakePodman, *, init: int, conmon: int, auto_remove: bool = False) -> None:
+    """Podman was killed when it had removed the file of its end, and not yet recorded it."""
+    state = {"Status": "running", "Pid": init, "ConmonPid": conmon}
+    fake.has(auto_remove=auto_remove, State=state)
+    ends = f"sed -i s/running/exited/ {fake.folder}/inspect.json"
+    fake.first(f"case $1 in stop) {ends}; echo no exit code >&2; exit 125;; esac\n")
+    (fake.folder / "ids").write_text(json.dumps([{"Id": ID, "State": "running", "Pid": init}]))
+
+
+def test_an_end_that_podman_cannot_notice(fake: FakePodman) -> None:
+    """Stopping it has Podman record the end, though that fails."""
+    listed_as_running(fake, init=_NOBODY, conmon=_NOBODY)
+    (found,) = in_podman.list_unnoticed()
+    assert in_podman.note_end(found).endswith(" from its checkpoint: podman container restore w")
+    assert f"stop --time 0 {ID}\n" in (fake.folder / "calls").read_text()
+    assert in_podman.list_unnoticed() == ()
+
+
+@pytest.mark.parametrize("why", ["it runs", "conmon runs", "--rm"])
+def test_one_that_podman_may_notice(fake: FakePodman, why: str) -> None:
+    """conmon may be about to tell of the end. Podman would remove one with --rm."""
+    me = os.getpid()
+    pids = {"it runs": (me, _NOBODY), "conmon runs": (_NOBODY, me), "--rm": (_NOBODY, _NOBODY)}
+    init, conmon = pids[why]
+    listed_as_running(fake, init=init, conmon=conmon, auto_remove=why == "--rm")
     assert in_podman.list_unnoticed() == ()
 
 

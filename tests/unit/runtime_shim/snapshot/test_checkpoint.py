@@ -1043,6 +1043,48 @@ def test_podman_is_killed_before_the_dump(scene: Scene, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    ("words", "options", "removed", "refused"),
+    [
+        ("podman --log-level=info system service", (), "TRUE", True),
+        ("podman --runtime crun system service --time 0 unix:///run/a.sock", (), "TRUE", True),
+        ("podman system service", ("--leave-running",), "TRUE", False),
+        ("podman system service", (), None, False),
+        ("podman container checkpoint --export a.tar service", (), "TRUE", False),
+    ],
+)
+@pytest.mark.parametrize("script", [False, True])
+def test_removed_by_the_api_service(
+    scene: Scene,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    options: tuple[str, ...],
+    removed: str | None,
+    refused: bool,
+    script: bool,
+) -> None:
+    """Podman's service keeps no copy of a container that Podman removes when it ends: it is not touched."""
+    (pid,) = scene.gpu_processes(1)
+    comm, command = proc.comm, proc.command
+    ancestors = [75, 77, 78] if script else [77, 78]
+    monkeypatch.setattr(proc, "list_ancestors", lambda each: ancestors)
+    monkeypatch.setattr(
+        proc, "comm", lambda each: {75: "sh", 77: "podman", 78: "podman"}.get(each) or comm(each)
+    )
+    above = ("podman", "system", "service") if not refused else ("podman",)
+    lines = {77: tuple(words.split()), 78: above}
+    monkeypatch.setattr(proc, "command", lambda each: lines.get(each) or command(each))
+    annotations = {"io.podman.annotations.autoremove": removed} if removed else {}
+    done = scene.checkpoint(*options, annotations=annotations)
+    assert (done.code != 0) is refused
+    if refused:
+        assert "Podman's API service keeps no copy" in done.sentence()
+        assert "GPS-220" in done.sentence()
+        assert scene.driver.of("lock") == []
+        assert proc.is_running(pid)
+        assert scene.all_running()
+
+
+@pytest.mark.parametrize(
     "caller", ["podman", "docker", "script", "init", "reaper", "shell", "service", "somebody"]
 )
 def test_podman_is_killed_before_anybody_looks(
