@@ -135,7 +135,7 @@ def checkpoint(
             with transaction.step("prepare"):
                 _prepare(job, draft)
                 if not job.runs_on and settings.memory.sync:
-                    written_files.sync_ahead(container.pid, job.processes)
+                    job.synced = written_files.sync_ahead(container.pid, job.processes)
             if asleep is None:
                 suspend_all(job)
             else:
@@ -535,7 +535,7 @@ def _sync_written_files(job: CheckpointJob, *, stopped: bool) -> None:
     """Sync what the processes have written to files that the checkpoint does not contain."""
     if job.settings.memory.sync:
         with job.transaction.step("files"):
-            written_files.sync(job.container.pid, job.processes, stopped=stopped)
+            written_files.sync(job.container.pid, job.processes, job.synced, stopped=stopped)
 
 
 def _finish_image(job: CheckpointJob, draft: Draft) -> None:

@@ -78,6 +78,8 @@ class CheckpointJob:
     """PID and start time of the process for which it is left stopped after its dump."""
     podman: int = 0
     """The PID of the Podman that ordered the checkpoint; 0 if somebody else did, -1 if it has ended."""
+    synced: float = 0.0
+    """Since when its processes may have written what is not on disk; see written_files.py."""
     on_disk: bool = True
     """Whether it is written to a disk; a suspended container only goes to RAM."""
     end_early_claim: Callable[[], object] = lambda: None

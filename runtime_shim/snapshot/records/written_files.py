@@ -31,6 +31,8 @@ _PATIENCE, _AHEAD = 120.0, 30.0
 # A file that was changed so many seconds ago is on disk, unless it is still open for writing: the kernel
 # writes after half a minute (Documentation/admin-guide/sysctl/vm.rst, dirty_expire_centisecs).
 _RECENT = 3600.0
+# The clocks of file servers may be behind by so much.
+_SKEW = 60.0
 # fsync(2): the file system has nothing to sync. directory: a name is a link by now.
 _NOTHING_TO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTDIR, errno.ELOOP}
 _PATH = os.O_PATH | os.O_CLOEXEC
@@ -38,18 +40,25 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def sync_ahead(init: int, list_processes: Callable[[], Sequence[proc.Process]]) -> None:
-    """While the container runs: sync most of it, so that `sync` takes no time while it is stopped."""
-    _ask(init, list_processes, within=_AHEAD)  # `sync` notes what failed
+def sync_ahead(init: int, list_processes: Callable[[], Sequence[proc.Process]]) -> float:
+    """While the container runs: sync most of it, so that `sync` takes no time while it is stopped.
+
+    Return since when something may have changed, for `sync`.
+    """
+    begun = time.time()
+    return 0.0 if _ask(init, list_processes, 0.0, within=_AHEAD) else begun  # `sync` notes what failed
 
 
-def sync(init: int, list_processes: Callable[[], Sequence[proc.Process]], *, stopped: bool) -> None:
+def sync(
+    init: int, list_processes: Callable[[], Sequence[proc.Process]], since: float = 0.0, *, stopped: bool
+) -> None:
     """Sync the files that the processes have open or mapped; a note says which are not on disk.
 
-    `init`: the PID of the container's first process. `stopped`: the container is stopped, so there is less
-    time for it. No checkpoint fails for it: a container that runs on may have ended by now.
+    `init`: the PID of the container's first process. `since`: when `sync_ahead` began. `stopped`: the
+    container is stopped, so there is less time for it. No checkpoint fails for it: a container that runs on
+    may have ended by now.
     """
-    failed = _ask(init, list_processes, within=PATIENCE if stopped else _PATIENCE)
+    failed = _ask(init, list_processes, since, within=PATIENCE if stopped else _PATIENCE)
     if failed:
         what, why = failed[0]
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
@@ -61,21 +70,21 @@ def sync(init: int, list_processes: Callable[[], Sequence[proc.Process]], *, sto
 
 
 def _ask(
-    init: int, list_processes: Callable[[], Sequence[proc.Process]], *, within: float
+    init: int, list_processes: Callable[[], Sequence[proc.Process]], since: float, *, within: float
 ) -> list[tuple[str, str]]:
     """Return what could not be synced, and why."""
     try:
         pids = tuple(process.pid for process in list_processes())
-        return question_process.ask(init, "its open files", _sync_all, pids, within=within)
+        return question_process.ask(init, "its open files", _sync_all, pids, since, within=within)
     except Interrupted:
         raise
     except (GpusnapError, OSError) as error:
         return [("what the container has written to its open files", str(error))]
 
 
-def _sync_all(pids: Sequence[int]) -> list[tuple[str, str]]:
+def _sync_all(pids: Sequence[int], since: float) -> list[tuple[str, str]]:
     """Return the names of files that could not be synced, and why."""
-    syncing = _Syncing()
+    syncing = _Syncing(max(since - _SKEW, time.time() - _RECENT))
     for pid in pids:
         with suppress(OSError):  # it has ended
             for link, target, writable in _list_open(pid):
@@ -97,11 +106,15 @@ def _list_open(pid: int) -> Iterator[tuple[str, str, bool]]:
             target = os.readlink(f"{base}/{name}")
             if target.startswith("/"):
                 yield f"{base}/{name}", target, bool(flags) and _is_writable(flags)
-    for fields in proc.named_mappings(pid):
-        if fields[5].startswith("/"):
-            start, _, end = fields[0].partition("-")
-            link = f"{base}/map_files/{int(start, 16):x}-{int(end, 16):x}"
-            yield link, fields[5], fields[1][1] == "w" and fields[1][3] == "s"
+    mapped: dict[tuple[str, ...], tuple[str, bool]] = {}  # a library has several mappings
+    for addresses, rights, _, *file in proc.named_mappings(pid):
+        if file[-1].startswith("/"):
+            writable = rights[1] == "w" and rights[3] == "s"
+            if writable or tuple(file) not in mapped:
+                mapped[tuple(file)] = addresses, writable
+    for (*_, target), (addresses, writable) in mapped.items():
+        start, _, end = addresses.partition("-")
+        yield f"{base}/map_files/{int(start, 16):x}-{int(end, 16):x}", target, writable
 
 
 def _is_writable(path: str) -> bool:
@@ -112,11 +125,16 @@ def _is_writable(path: str) -> bool:
 
 
 class _Syncing:
-    """What was synced, each file and directory once."""
+    """What was synced, each file and directory once.
 
-    def __init__(self) -> None:
+    `since`: what was changed before, and is not open for writing, is on disk.
+    """
+
+    def __init__(self, since: float) -> None:
         self.failed: list[tuple[str, str]] = []
+        self._since = since
         self._done: set[tuple[int, int]] = set()
+        self._names: set[tuple[int, str]] = set()
 
     def sync(self, pid: int, link: str, target: str, *, writable: bool) -> None:
         """Sync a file that is open by that link, and its name. Raises FileNotFoundError."""
@@ -126,7 +144,7 @@ class _Syncing:
             try:
                 info = os.fstat(found)
                 # CRIU saves a file without a name itself.
-                recent = info.st_nlink > 0 and _is_recent(info)
+                recent = info.st_nlink > 0 and self._is_recent(info)
                 wanted = recent or (writable and info.st_nlink > 0)
                 if stat.S_ISREG(info.st_mode) and wanted and self._is_new(info):
                     _sync_and_close(os.open(f"/proc/self/fd/{found}", _FILE))
@@ -138,11 +156,15 @@ class _Syncing:
     def sync_names(self, pid: int, target: str) -> None:
         """Sync the directories above a path of a process, which may be new; where there are none, nothing."""
         path = target
-        while (path := os.path.dirname(path)).strip("/"):
+        while (path := os.path.dirname(path)).strip("/") and (pid, path) not in self._names:
+            self._names.add((pid, path))
             with self._note_failure(path), suppress(FileNotFoundError), directory(pid, path) as folder:
                 info = os.fstat(folder)
-                if _is_recent(info) and self._is_new(info):
+                if self._is_recent(info) and self._is_new(info):
                     _sync_and_close(os.open(".", _FOLDER, dir_fd=folder))
+
+    def _is_recent(self, info: os.stat_result) -> bool:
+        return max(info.st_mtime, info.st_ctime) > self._since
 
     def _is_new(self, info: os.stat_result) -> bool:
         key = info.st_dev, info.st_ino
@@ -159,10 +181,6 @@ class _Syncing:
         except OSError as error:
             if error.errno not in _NOTHING_TO_SYNC:
                 self.failed.append((what, reason(error)))
-
-
-def _is_recent(info: os.stat_result) -> bool:
-    return time.time() - max(info.st_mtime, info.st_ctime) < _RECENT
 
 
 def _sync_and_close(descriptor: int) -> None:

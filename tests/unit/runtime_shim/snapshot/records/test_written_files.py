@@ -7,18 +7,21 @@ import mmap
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from socket import AF_UNIX, socket
 
 import pytest
+from fakes import wait_for
 from synced import Synced
 
 from gpusnap.runtime_shim.base import question_process
 from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
 from gpusnap.runtime_shim.base.question_process import Unanswered
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container_files
 from gpusnap.runtime_shim.snapshot.records import written_files
 
 
@@ -116,6 +119,58 @@ def test_what_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             written_files.sync(process.pid, lambda: [process], stopped=True)
     os.close(fifo)
     assert not any(each.startswith(str(tmp_path)) for each in synced)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_was_synced_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not synced again while the container is stopped, unless it was changed or may be written."""
+    monkeypatch.setattr(written_files, "_SKEW", 0.0)
+    for name in ("read", "changed", "written"):
+        (tmp_path / name).write_text("one")
+        os.utime(tmp_path / name, (0, 0))
+    synced = list[str]()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    with ExitStack() as opened:
+        files = [opened.enter_context(open(tmp_path / name)) for name in ("read", "changed")]
+        files.append(opened.enter_context(open(tmp_path / "written", "a")))
+        process = opened.enter_context(holding(*(file.fileno() for file in files)))
+        # A file's times are those of the kernel's last tick.
+        wait_for(lambda: os.stat(tmp_path / "read").st_ctime < time.time() - 0.1, "a later time")
+        since = written_files.sync_ahead(process.pid, lambda: [process])
+        everything = {str(tmp_path / name) for name in ("read", "changed", "written")}
+        assert everything <= set(synced)
+        synced.clear()
+        wait_for(lambda: time.time() > since + 0.1, "a later time")
+        os.utime(tmp_path / "changed", (0, 0))
+        written_files.sync(process.pid, lambda: [process], since, stopped=True)
+    assert everything.intersection(synced) == everything - {str(tmp_path / "read")}
+
+
+@pytest.mark.usefixtures("here")
+def test_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has several mappings, and is opened once; a directory is entered once for all of its files."""
+    paths = [tmp_path / name for name in ("one", "two")]
+    entered = list[str]()
+    real = container_files.directory
+
+    def enter(pid: int, path: str) -> AbstractContextManager[int]:
+        entered.append(path)
+        return real(pid, path)
+
+    monkeypatch.setattr(written_files, "directory", enter)
+    with ExitStack() as opened:
+        for path in paths:
+            path.write_bytes(bytes(3 * mmap.PAGESIZE))
+            with open(path, "r+b") as file:
+                for access in (mmap.ACCESS_READ, mmap.ACCESS_WRITE, mmap.ACCESS_COPY):
+                    opened.enter_context(mmap.mmap(file.fileno(), 0, access=access))
+        listed = list(written_files._list_open(os.getpid()))  # mmap.mmap duplicates the descriptors
+        found = [each[1:] for each in listed if "map_files" in each[0] and str(tmp_path) in each[1]]
+        assert sorted(found) == [(str(path), True) for path in paths]
+        process = proc.process(os.getpid())
+        assert process is not None
+        written_files.sync(process.pid, lambda: [process], stopped=True)
+    assert entered.count(str(tmp_path)) == 1
 
 
 @pytest.mark.usefixtures("here")
