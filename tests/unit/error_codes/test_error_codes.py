@@ -56,6 +56,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-217": "device-access",
     "GPS-218": "not-left-stopped",
     "GPS-219": "shared-gpus",
+    "GPS-220": "removed-by-service",
     "GPS-225": "does-not-stop",
     "GPS-226": "traced",
     "GPS-227": "vfork",
