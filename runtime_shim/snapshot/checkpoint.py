@@ -134,7 +134,9 @@ def checkpoint(
             draft = Draft(str(call.images()), sync=settings.memory.sync)
             with transaction.step("prepare"):
                 _prepare(job, draft)
-                if not job.runs_on and settings.memory.sync:
+                if settings.memory.sync and job.runs_on:
+                    written_files.prepare(container.pid)
+                elif settings.memory.sync:
                     job.synced = written_files.sync_ahead(container.pid, job.processes)
             if asleep is None:
                 suspend_all(job)

@@ -40,6 +40,11 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
+def prepare(init: int) -> None:
+    """Import what `sync` needs where it is done: after the dump, an upgrade may have replaced the files."""
+    _ask(init, tuple, 0.0, within=PATIENCE)
+
+
 def sync_ahead(init: int, list_processes: Callable[[], Sequence[proc.Process]]) -> float:
     """While the container runs: sync most of it, so that `sync` takes no time while it is stopped.
 
@@ -78,7 +83,7 @@ def _ask(
         return question_process.ask(init, "its open files", _sync_all, pids, since, within=within)
     except Interrupted:
         raise
-    except (GpusnapError, OSError) as error:
+    except (GpusnapError, ImportError, OSError) as error:
         return [("what the container has written to its open files", str(error))]
 
 

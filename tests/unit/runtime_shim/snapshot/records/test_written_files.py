@@ -214,6 +214,19 @@ def test_no_answer(
     assert capsys.readouterr().err.count("cannot be flushed to disk: process 1 (x) cannot") == 1
 
 
+def test_a_module_that_is_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the middle of an upgrade: the checkpoint is complete, so that is a note."""
+
+    def ask(*_: object, within: float) -> None:
+        raise ModuleNotFoundError("No module named 'x'")
+
+    monkeypatch.setattr(question_process, "ask", ask)
+    written_files.prepare(1)
+    assert capsys.readouterr().err == ""
+    written_files.sync(1, tuple, stopped=False)
+    assert "cannot be flushed to disk: No module named 'x'" in capsys.readouterr().err
+
+
 def test_the_container_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
     """After it was let run on; its checkpoint is complete."""
 
