@@ -332,6 +332,16 @@ def faults(text: str) -> None:
         path.unlink(missing_ok=True)
 
 
+def hangs_in_checkpoint(pid: int) -> bool:
+    """Whether the driver hangs in a process's checkpoint, by a fault: it sleeps, and the rest is stopped.
+
+    It sleeps for a moment, too, before it answers any question (softgpu/src/target.c).
+    """
+    tasks = Path(f"/proc/{pid}/task")
+    stopped = (tasks / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return stopped and any("nanosleep" in path.read_text() for path in tasks.glob("*/wchan"))
+
+
 @contextmanager
 def no_faults_after(seconds: float) -> Iterator[None]:
     """Take the faults back, and so end what hangs, that long after the beginning of the context."""

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import shimhost
 import waiting
-from support import DEADLINE, Container, faults, good, no_faults_after, podman, run, until
+from support import (
+    DEADLINE,
+    Container,
+    faults,
+    good,
+    hangs_in_checkpoint,
+    no_faults_after,
+    podman,
+    run,
+    until,
+)
 
 COMMANDS = {
     "stop": ("stop", "--time", "0", "w"),
@@ -41,16 +51,11 @@ def under_way(container: Container, archive: Path, *options: str) -> Iterator[su
         stderr=subprocess.PIPE,
         text=True,
     ) as engine:
-        until(lambda: _in_the_driver(init), "the driver's checkpoint")
+        until(lambda: hangs_in_checkpoint(init), "the driver's checkpoint")
         # The driver hangs for so long yet: a command of Podman's may have to wait for the checkpoint's end.
         with no_faults_after(1.0):
             yield engine
         waiting.end(engine, 2 * DEADLINE)
-
-
-def _in_the_driver(init: int) -> bool:
-    """A fault that hangs sleeps in the kernel's timer."""
-    return any("nanosleep" in (task / "wchan").read_text() for task in Path(f"/proc/{init}/task").iterdir())
 
 
 @pytest.mark.parametrize("options", [(), ("--leave-running",)], ids=["stop", "leave running"])

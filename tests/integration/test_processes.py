@@ -20,6 +20,7 @@ from support import (
     Container,
     faults,
     good,
+    hangs_in_checkpoint,
     manifest,
     members,
     members_of,
@@ -87,7 +88,7 @@ def test_process_that_starts_cuda_after_the_lock(
     with ThreadPoolExecutor(1) as pool:
         checkpoint = pool.submit(container.checkpoint, archive)
         try:
-            until(lambda: "checkpoint" in _states(init), "the driver's checkpoint begins")
+            until(lambda: hangs_in_checkpoint(init), "the driver's checkpoint begins")
             go.touch()
             until(lambda: len(container.ticks()) == 2, "the ticks of the late process")
         finally:
@@ -194,7 +195,7 @@ def test_stopped_by_a_signal(crun: None, archive: Path, number: signal.Signals) 
     faults("checkpoint hang=600000")
     shim = _shim(container)
     init = container.pid
-    until(lambda: "checkpoint" in _states(init), "the driver's checkpoint begins")
+    until(lambda: hangs_in_checkpoint(init), "the driver's checkpoint begins")
     os.kill(shim.pid, number)
     faults("")  # which ends what hangs
     _, err = waiting.communicate(shim, DEADLINE)
@@ -209,15 +210,6 @@ def _shim(container: Container) -> subprocess.Popen[str]:
     # As a terminal would start it: under nohup or in a shell's background some signals are ignored.
     heard = ["env", "--default-signal=HUP,INT,TERM", *argv]
     return subprocess.Popen(heard, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _states(init: int) -> str:
-    """Where the workload's restore thread is: hanging in a fault it sleeps in the kernel's timer."""
-    names = []
-    for task in Path(f"/proc/{init}/task").iterdir():
-        wchan = (task / "wchan").read_text()
-        names.append("checkpoint" if "nanosleep" in wchan else wchan)
-    return " ".join(names)
 
 
 def test_a_process_that_has_ended_since(real: str, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class CheckpointJob:
     podman: int = 0
     """The PID of the Podman that ordered the checkpoint; 0 if somebody else did, -1 if it has ended."""
     synced: float = 0.0
-    """Since when its processes may have written what is not on disk; see written_files.py."""
+    """Since when its processes may have written what is not on disk (records/written_files.py)."""
     on_disk: bool = True
     """Whether it is written to a disk; a suspended container only goes to RAM."""
     end_early_claim: Callable[[], object] = lambda: None
