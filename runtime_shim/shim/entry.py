@@ -203,7 +203,7 @@ def _is_watched(command: str, words: list[str]) -> bool:
     There is a file for each suspended one (snapshot/records/suspensions.py); parsing it as JSON would take
     longer than the command. The journal has the others (snapshot/records/journal.py).
     """
-    container = next((word for word in words if not word.startswith("-")), "")
+    container = _find_container(words)
     try:
         if any(name.endswith(_NOTED[command]) for name in _list_files(JOURNAL, container)):
             return True
@@ -218,8 +218,12 @@ def _would_run_half(command: str, words: list[str]) -> bool:
     It may not if gpusnap cannot handle the command: its record was written by another version, or a module
     is missing.
     """
-    container = next((word for word in words if not word.startswith("-")), "")
+    container = _find_container(words)
     return command == "resume" and _is_suspended(command, container)
+
+
+def _find_container(words: list[str]) -> str:
+    return next((word for word in words if not word.startswith("-")), "")
 
 
 def _is_suspended(command: str, container: str) -> bool:

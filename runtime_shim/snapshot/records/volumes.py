@@ -24,7 +24,7 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base import question_process
 from gpusnap.runtime_shim.base.errors import ImageError, Refused, raise_as
 from gpusnap.runtime_shim.base.units import human
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process import open_files, proc
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 from gpusnap.runtime_shim.runtime.bundle import binds
 from gpusnap.runtime_shim.runtime.container_files import directory
@@ -112,40 +112,20 @@ def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tupl
     """By volume and path within it."""
     found: dict[tuple[str, str], OpenVolumeFile] = {}
     mounts = {mount.destination for mount in proc.mounts(process.pid)}
-    for link, target in _links(process.pid):
-        volume, path = _place(target, mounts, volumes)
+    for each in open_files.list_open(process.pid):
+        volume, path = _place(each.path, mounts, volumes)
         if not volume:
             continue
         with suppress(OSError):  # it was closed, or the process has ended
-            info = os.stat(link)
-            if not _is_deleted(process.pid, target, info):
-                found.setdefault((volume, path), OpenVolumeFile(volume, path, link, process, info))
+            info = os.stat(each.link)
+            if not _is_deleted(process.pid, each.path, info):
+                found.setdefault((volume, path), OpenVolumeFile(volume, path, each.link, process, info))
             elif info.st_nlink and stat.S_ISREG(info.st_mode):
-                raise _make_renamed_error(process, target)
+                raise _make_renamed_error(process, each.path)
         _add_directories(found, process, volume, path)
     for name in proc.unix_sockets(process.pid):  # CRIU binds them anew, in their directory
         _add_directories(found, process, *_place(os.path.normpath(name), mounts, volumes))
     return found
-
-
-def _links(pid: int) -> Iterator[tuple[str, str]]:
-    """Yield (link in /proc, path) of each file that a process has open, mapped or as its working directory.
-
-    Each link leads to the right file. Paths of the container are only names: there may now be a symbolic
-    link, which from here would lead to a file of this host.
-    """
-    base = f"/proc/{pid}"
-    links = [f"{base}/cwd"]
-    with suppress(OSError):
-        links += [f"{base}/fd/{number}" for number in os.listdir(f"{base}/fd")]
-    for link in links:
-        with suppress(OSError):
-            if (target := os.readlink(link)).startswith("/"):
-                yield link, target
-    for fields in proc.named_mappings(pid):
-        if fields[5].startswith("/"):
-            start, _, end = fields[0].partition("-")
-            yield f"{base}/map_files/{int(start, 16):x}-{int(end, 16):x}", fields[5].replace("\\012", "\n")
 
 
 def _place(target: str, mounts: Iterable[str], volumes: Sequence[Volume]) -> tuple[str, str]:

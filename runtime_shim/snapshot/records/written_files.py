@@ -23,6 +23,7 @@ from gpusnap.runtime_shim.base.deadlines import PATIENCE
 from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, reason
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.open_files import OpenFile, list_open
 from gpusnap.runtime_shim.runtime.container_files import directory
 
 # Seconds for all files while the container runs: it may have filled the page cache for a slow disk. Before it
@@ -92,41 +93,12 @@ def _sync_all(pids: Sequence[int], since: float) -> list[tuple[str, str]]:
     syncing = _Syncing(max(since - _SKEW, time.time() - _RECENT))
     for pid in pids:
         with suppress(OSError):  # it has ended
-            for link, target, writable in _list_open(pid):
+            for each in list_open(pid):
                 with suppress(FileNotFoundError):  # it was closed
-                    syncing.sync(pid, link, target, writable=writable)
+                    syncing.sync(each)
             for name in proc.unix_sockets(pid):  # CRIU binds them anew, in their directory
                 syncing.sync_names(pid, name)
     return syncing.failed
-
-
-def _list_open(pid: int) -> Iterator[tuple[str, str, bool]]:
-    """Yield the link in /proc, the path, and whether the process can write to it, for what it has open."""
-    base = f"/proc/{pid}"
-    links = [("cwd", "")] + [
-        (f"fd/{number}", f"{base}/fdinfo/{number}") for number in os.listdir(f"{base}/fd")
-    ]
-    for name, flags in links:
-        with suppress(OSError, ValueError, KeyError):
-            target = os.readlink(f"{base}/{name}")
-            if target.startswith("/"):
-                yield f"{base}/{name}", target, bool(flags) and _is_writable(flags)
-    mapped: dict[tuple[str, ...], tuple[str, bool]] = {}  # a library has several mappings
-    for addresses, rights, _, *file in proc.named_mappings(pid):
-        if file[-1].startswith("/"):
-            writable = rights[1] == "w" and rights[3] == "s"
-            if writable or tuple(file) not in mapped:
-                mapped[tuple(file)] = addresses, writable
-    for (*_, target), (addresses, writable) in mapped.items():
-        start, _, end = addresses.partition("-")
-        yield f"{base}/map_files/{int(start, 16):x}-{int(end, 16):x}", target, writable
-
-
-def _is_writable(path: str) -> bool:
-    """Whether a descriptor is open for writing (proc_pid_fdinfo(5), flags). Raises OSError."""
-    with open(path, encoding="ascii") as file:
-        fields = dict(line.split(":", 1) for line in file if ":" in line)
-    return int(fields["flags"], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 class _Syncing:
@@ -141,22 +113,22 @@ class _Syncing:
         self._done: set[tuple[int, int]] = set()
         self._names: set[tuple[int, str]] = set()
 
-    def sync(self, pid: int, link: str, target: str, *, writable: bool) -> None:
-        """Sync a file that is open by that link, and its name. Raises FileNotFoundError."""
+    def sync(self, file: OpenFile) -> None:
+        """Sync a file, and its name. Raises FileNotFoundError."""
         recent = False
-        with self._note_failure(target):
-            found = os.open(link, _PATH)  # a process that runs may open something else under this number
+        with self._note_failure(file.path):
+            found = os.open(file.link, _PATH)  # a process that runs may open something else under this number
             try:
                 info = os.fstat(found)
                 # CRIU saves a file without a name itself.
                 recent = info.st_nlink > 0 and self._is_recent(info)
-                wanted = recent or (writable and info.st_nlink > 0)
+                wanted = recent or (info.st_nlink > 0 and file.is_writable())
                 if stat.S_ISREG(info.st_mode) and wanted and self._is_new(info):
                     _sync_and_close(os.open(f"/proc/self/fd/{found}", _FILE))
             finally:
                 os.close(found)
         if recent:
-            self.sync_names(pid, target)
+            self.sync_names(file.pid, file.path)
 
     def sync_names(self, pid: int, target: str) -> None:
         """Sync the directories above a path of a process, which may be new; where there are none, nothing."""

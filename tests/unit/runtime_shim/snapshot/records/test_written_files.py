@@ -20,7 +20,7 @@ from synced import Synced
 from gpusnap.runtime_shim.base import question_process
 from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
 from gpusnap.runtime_shim.base.question_process import Unanswered
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process import open_files, proc
 from gpusnap.runtime_shim.runtime import container_files
 from gpusnap.runtime_shim.snapshot.records import written_files
 
@@ -164,9 +164,11 @@ def test_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             with open(path, "r+b") as file:
                 for access in (mmap.ACCESS_READ, mmap.ACCESS_WRITE, mmap.ACCESS_COPY):
                     opened.enter_context(mmap.mmap(file.fileno(), 0, access=access))
-        listed = list(written_files._list_open(os.getpid()))  # mmap.mmap duplicates the descriptors
-        found = [each[1:] for each in listed if "map_files" in each[0] and str(tmp_path) in each[1]]
-        assert sorted(found) == [(str(path), True) for path in paths]
+        listed = list(open_files.list_open(os.getpid()))  # mmap.mmap duplicates the descriptors
+        found = [each for each in listed if "map_files" in each.link and str(tmp_path) in each.path]
+        assert sorted((each.path, each.is_writable()) for each in found) == [
+            (str(path), True) for path in paths
+        ]
         process = proc.process(os.getpid())
         assert process is not None
         written_files.sync(process.pid, lambda: [process], stopped=True)
