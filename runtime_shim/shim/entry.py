@@ -277,22 +277,32 @@ def main() -> int:
     try:
         return _answer(args)
     except GpusnapError as error:
-        from gpusnap.runtime_shim.base.log import report
-
-        report(error, **_log_options(args))
+        _report(error, args)
         return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:  # Ctrl-C before anything is begun, such as during an import
-        from gpusnap.runtime_shim.base.log import report
         from gpusnap.runtime_shim.base.stop_signals import make_interrupted
 
-        report(make_interrupted(), **_log_options(args))
+        _report(make_interrupted(), args)
         return 130
     except Exception as error:
         # For example a missing package: engines show the content of --log, and no traceback.
-        from gpusnap.runtime_shim.base.log import report
-
-        report(make_unforeseen(error), **_log_options(args))
+        _report(make_unforeseen(error), args)
         return 1
+
+
+def _report(error: GpusnapError, args: list[str]) -> None:
+    """Tell the caller, on stderr alone if the module for the log cannot be loaded either."""
+    # A directory that the import system could not read once, it takes to have no modules from then on.
+    sys.path_importer_cache.clear()
+    try:
+        from gpusnap.runtime_shim.base.log import report
+    except Exception:
+        from contextlib import suppress  # Python's own, and not in the way of a pass-through
+
+        with suppress(OSError):
+            os.write(2, f"gpusnap: {error.sentence()}\n".encode("utf-8", "backslashreplace"))
+        return
+    report(error, **_log_options(args))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import gpusnap.oci.base as oci_base
 from gpusnap.runtime_shim.base.errors import GpusnapError, make_unforeseen
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
@@ -27,7 +28,7 @@ def raised(error: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (KeyError("x"), "KeyError: 'x' (test_shim_unforeseen.py:22)"),
+        (KeyError("x"), "KeyError: 'x' (test_shim_unforeseen.py:23)"),
         (FileNotFoundError(2, "No such file or directory", "/a"), "/a: it does not exist (test_shim"),
         (NameError("_driver"), "NameError: _driver (test_shim"),
     ],
@@ -103,3 +104,34 @@ def test_in_the_log(
         "gpusnap: a module of gpusnap is missing: No module named 'zstandard'; try again if"
     )
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_no_module_can_be_read(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A sentence all the same: in the log if the directory can be read again, else on stderr."""
+    names = ["gpusnap.runtime_shim.base.log", "gpusnap.oci.base.json_text"]
+
+    def answer(args: list[str]) -> int:
+        for name in names:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        for path in oci_base.__path__:
+            # What Python keeps of a directory whose stat() failed.
+            monkeypatch.setitem(sys.path_importer_cache, path, None)
+        return importlib.import_module(names[1]) is None
+
+    def unreadable(path: str) -> bool:
+        return False
+
+    monkeypatch.setattr(entry, "_answer", answer)
+    log = tmp_path / "log.json"
+    line = ["gpusnap-runtime", "--log", str(log), "--log-format", "json", "checkpoint", "c"]
+    monkeypatch.setattr(sys, "argv", line)
+    if not again:
+        monkeypatch.setattr("importlib._bootstrap_external._path_isdir", unreadable)
+    assert entry.main() == 1
+    said = "gpusnap: a module of gpusnap is missing: No module named 'gpusnap.oci.base.json_text'; try again"
+    if again:
+        assert json.loads(log.read_text())["msg"].startswith(said)
+    assert capfd.readouterr().err.startswith(said)
