@@ -15,8 +15,6 @@ from __future__ import annotations
 import os
 import sys
 
-from gpusnap.hooks.config import may_have_gpu
-
 TYPE_CHECKING = False  # not from typing, whose import takes longer than all of this module
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +67,8 @@ def _run_precreate(options: list[str], source: int, target: int) -> None:
         path = _criu_config(options)
         if not whole[0]:
             raise OverflowError(f"the configuration is larger than {_CONFIG_LIMIT >> 20} MiB")
+        from gpusnap.hooks.config import may_have_gpu
+
         if may_have_gpu(data):
             from gpusnap.hooks.precreate import prepare_config
 

@@ -15,6 +15,9 @@ import sys
 
 _codes: list[int] = []
 
+# The same as in gpusnap.cli.exit_codes, which may be missing.
+_FAILED = 1
+
 
 def main() -> int:
     """As gpusnap.cli.main.main."""
@@ -22,11 +25,15 @@ def main() -> int:
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     atexit.register(_end)  # the first is the last to be called
     from gpusnap.runtime_shim.base import garbage
+    from gpusnap.runtime_shim.base.errors import make_unforeseen
 
     garbage.look_seldom()
-    from gpusnap.cli.main import main as run
-    from gpusnap.runtime_shim.base.stop_signals import STOPPING
-
+    try:
+        from gpusnap.cli.main import main as run
+        from gpusnap.runtime_shim.base.stop_signals import STOPPING
+    except Exception as error:  # gpusnap is being upgraded, or a file of its own cannot be read
+        print(f"gpusnap: {make_unforeseen(error).sentence()}", file=sys.stderr)
+        return _FAILED
     code = run()
     _codes.append(code)
     for number in STOPPING:

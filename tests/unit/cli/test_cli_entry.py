@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from gpusnap.cli import exit_codes
+
 _CODE = """
 import os, signal, sys
 
@@ -48,6 +50,20 @@ def test_ctrl_c_before_the_command_begins(words: list[str], code: int, handler: 
     )
     assert (done.returncode, done.stderr) == (code, "")
     assert handler in done.stdout
+
+
+def test_a_module_is_missing() -> None:
+    """One sentence, and what to do."""
+    code = (
+        "import sys; sys.modules['gpusnap.cli.streams'] = None; sys.argv = ['gpusnap', 'ls']\n"
+        "from gpusnap.cli.entry import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (exit_codes.FAILED, "")
+    assert done.stderr.startswith("gpusnap: a module of gpusnap is missing: import of gpusnap.cli.streams")
+    assert done.stderr.endswith("[GPS-002]\n")
 
 
 _END = """

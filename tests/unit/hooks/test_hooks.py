@@ -54,6 +54,20 @@ def hook(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Hook:
     return run
 
 
+@pytest.mark.parametrize("name", ["config", "precreate"])
+def test_a_module_is_missing(name: str) -> None:
+    """As in an upgrade of gpusnap: the container starts as if there were no hook."""
+    code = (
+        f"import sys; sys.modules['gpusnap.hooks.{name}'] = None\n"
+        "from gpusnap.hooks.main import main; sys.exit(main())"
+    )
+    data = json.dumps(configuration())
+    line = [sys.executable, "-c", code, "precreate"]
+    done = subprocess.run(line, input=data, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, data)
+    assert done.stderr == f"gpusnap-hook: import of gpusnap.hooks.{name} halted; None in sys.modules\n"
+
+
 def configuration(*mounts: Any, devices: Any = ("/dev/nvidia0",), **more: Any) -> dict[str, Any]:
     """A container's, as Podman writes it after CDI's edits."""
     entries = [{"path": path, "type": "c", "major": 195, "minor": at} for at, path in enumerate(devices)]
