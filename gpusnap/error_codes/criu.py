@@ -195,4 +195,15 @@ CODES = (
         "shorter, and CRIU does not restore the checkpoint.",
         "Run `sync -f FILE` on this host; if that fails, see `dmesg`. Then checkpoint the container again.",
     ),
+    ErrorCode(
+        "GPS-526",
+        "shared-memory-in-use",
+        "The container shares /dev/shm with the host (`--ipc=host`), with its pod or with another container, "
+        "and a process of it had a file there open. Now there is another file of this name, which a running "
+        "process uses. gpusnap does not replace it: that process would go on with a file that the restored "
+        "container does not see. Nothing was restored.",
+        "`fuser -v FILE` shows who uses it. End that program, or restore the container on another host, or "
+        "in another pod. If both exchange data by the file, they cannot be restored one by one. See "
+        "docs/podman.md#shared-memory.",
+    ),
 )

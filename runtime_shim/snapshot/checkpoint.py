@@ -54,7 +54,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.records.manifest_file import Draft
-from gpusnap.runtime_shim.runtime import conmon
+from gpusnap.runtime_shim.runtime import conmon, podman_shm
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, render
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
@@ -221,9 +221,9 @@ def _inspect(job: CheckpointJob) -> None:
     job.nodes = job.driver.nodes(job.container.pid)
     job.mounts, job.masters = criu_mounts.list_undeclared(job.container.pid, config)
     criu_mounts.check_mounts(job.mounts)  # a restore would refuse these, so refuse them now
-    job.volumes = volumes.find(config)
+    job.volumes = volumes.find_to_copy(config, job.container.bundle, runs_on=job.runs_on)
     members = job.processes()
-    volumes.check(volumes.list_open(members, job.volumes), job.settings.criu.ghost_limit)
+    volumes.check(volumes.list_open(members, job.volumes), job.volumes, job.settings.criu.ghost_limit)
     _refuse_unknown_devices(job, config)
     # Refuse now what the runtime does not accept; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
@@ -288,6 +288,8 @@ def _refuse_unknown_devices(job: CheckpointJob, config: dict[str, Any]) -> None:
 
 def _prepare(job: CheckpointJob, draft: Draft) -> None:
     """Prepare the image directory. An earlier checkpoint in it stays complete until the dump begins."""
+    folder = job.container.bundle
+    podman_shm.prepare(containers.bundle_config(folder), folder, runs_on=job.runs_on)
     image.make(job.image_path)
     job.transaction.undo("removing the incomplete image", lambda: _discard(job))
     draft.begin()

@@ -92,7 +92,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
             _begin(job, config)
             plan(job, config)
         with transaction.step("volumes"):
-            volumes.put_back(images, config)
+            volumes.put_back(images, config, str(call.bundle_dir()))
         transaction.undo("removing the incomplete container", lambda: _kill(job))
         if call.detach:
             _restore_container(job)

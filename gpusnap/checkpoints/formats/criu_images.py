@@ -10,6 +10,7 @@ from gpusnap.oci.tar.archive import Entry
 from gpusnap.oci.tar.compression import Observed
 from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.records.manifest import ImageRecord, Manifest
+from gpusnap.runtime_shim.runtime import podman_shm
 from gpusnap.runtime_shim.runtime.criu.images.check import LINK, PARENT, Checker, check_parent
 from gpusnap.runtime_shim.runtime.criu.images.digests import Digester, first_other, make_differs_error
 
@@ -81,7 +82,7 @@ class Links:
         """Raise ImageError for a link in place of a file that Podman or CRIU reads: both would follow it.
 
         A hard link is a file, unless it is one to a symbolic link. `checkpoint/parent` is a link that CRIU
-        makes itself, to a directory beside.
+        makes itself, to a directory beside, and gpusnap-runtime makes one in place of a shared /dev/shm.
         """
         info = entry.info
         if not info.issym() and not (info.islnk() and info.linkname.strip("/") in self._symbolic):
@@ -92,7 +93,7 @@ class Links:
             Checker(self._where).add_special(name, LINK)
             if name == PARENT:
                 check_parent(info.linkname, f"{self._where}: {folder}")
-        elif not folder:
+        elif not folder and (entry.name, info.linkname) != podman_shm.LINK:
             raise ImageError(
                 f"{entry.name} in {self._where} is a link, which Podman would follow",
                 hint="do not restore from it: no engine makes such an archive",

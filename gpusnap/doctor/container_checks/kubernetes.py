@@ -51,12 +51,12 @@ def check_probes(annotations: Mapping[str, str], pause: float) -> Iterator[Check
 
 def open_files(config: Mapping[str, Any], processes: Iterable[Process], limit: int) -> Iterator[Check]:
     """Check open files in emptyDirs and the pod's /dev/shm, which are included up to criu.ghost-limit."""
-    own = volumes.find(config)
+    own = tuple(each for each in volumes.find(config, "") if each.kind is volumes.Kind.POD)
     if not own:
         return
     try:
         found = volumes.list_open(processes, own)
-        volumes.check(found, limit)
+        volumes.check(found, own, limit)
     except Refused as error:
         yield make_refused("pod's volumes", error)
         return

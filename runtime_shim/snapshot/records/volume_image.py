@@ -1,14 +1,19 @@
-"""The image of the open files of a pod's volumes (volumes.py): its format, and how it is restored.
+"""The image of the open files of a container's volumes (volumes.py): its format, and how it is restored.
 
 IMAGE is a line of JSON, {"version": 1, "entries": […]}, and then the data of all files.
 
 The image may come from anybody. Its files are written only to the new container's own emptyDirs and /dev/shm,
 no link is followed there, and nothing gets a setuid bit. An existing file is replaced by a new one, so that
 another container of the pod keeps the file that it has open.
+
+If /dev/shm is shared with the host or with another container, a file that is there and has the same content
+stays, so that those who share it still do. One with other content is replaced only if nobody has it open: the
+restored processes would no longer share it with the others, or would take a stranger's file for their own.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -27,7 +32,7 @@ KINDS = {stat.S_IFREG: FILE, stat.S_IFDIR: DIRECTORY, stat.S_IFIFO: FIFO}
 
 _VERSION = 1
 _LONGEST_HEADER = 64 << 20
-_MOST = 1 << 17
+_MOST = 1 << 18
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -47,16 +52,26 @@ class Entry:
 
 
 def header(entries: Sequence[Entry]) -> bytes:
-    """Return the image's first line."""
+    """Return the image's first line. Raises ImageError if no restore would read so many."""
     document = {"version": _VERSION, "entries": [asdict(entry) for entry in entries]}
-    return json.dumps(document).encode() + b"\n"
+    line = json.dumps(document).encode() + b"\n"
+    if len(entries) > _MOST or len(line) > _LONGEST_HEADER:
+        raise ImageError(
+            f"the container has {len(entries)} files in /dev/shm and its volumes; a checkpoint that leaves "
+            f"it running includes at most {_MOST}",
+            hint="remove some, or checkpoint it without --leave-running",
+        )
+    return line
 
 
-def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[str]) -> None:
+def put_back(
+    image_path: str, sources: Mapping[str, str], mounted: Collection[str], shared: Collection[str] = ()
+) -> None:
     """Write the files of an image into the new container's volumes; without an image, do nothing.
 
     `sources`: the volumes' paths on this host by their destinations. `mounted`: the destinations of all its
-    bind mounts. Raises Refused if the container has no mount where a volume was; ImageError.
+    bind mounts. `shared`: those of volumes that others use, too. Raises Refused if the container has no mount
+    where a volume was, or if another file is in use there; ImageError.
     """
     path = os.path.join(image_path, IMAGE)
     try:
@@ -79,13 +94,13 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
                 )
             with raise_as(
                 ImageError,
-                f"{entry.volume}/{entry.path} cannot be copied to the new pod's volume",
+                f"{entry.volume}/{entry.path} cannot be copied to the new container's volume",
                 hint=f"check that {source} has free space, and that the checkpoint is complete",
             ):
                 if source is None:  # a volume of another kind, whose content gpusnap does not restore
                     _skip(image, entry)
                 else:
-                    _put(source, entry, image)
+                    _put(source, entry, image, shared=entry.volume in shared)
 
 
 def _entries(image: IO[bytes], path: str) -> list[Entry]:
@@ -124,8 +139,8 @@ def _parse_entry(each: Any) -> Entry:
     return Entry(volume, path, kind, mode, uid, gid, size, extents)
 
 
-def _put(source: str, entry: Entry, image: IO[bytes]) -> None:
-    """Create one file of a volume from its entry. Raises OSError."""
+def _put(source: str, entry: Entry, image: IO[bytes], *, shared: bool) -> None:
+    """Create one file of a volume from its entry. Raises OSError, Refused."""
     *above, name = entry.path.split("/")
     folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -134,18 +149,21 @@ def _put(source: str, entry: Entry, image: IO[bytes]) -> None:
             os.close(folder)
             folder = inner
         if entry.kind == DIRECTORY:
-            _put_directory(folder, name, entry)
+            _put_directory(folder, name, entry, shared=shared)
         elif entry.kind == FIFO:
             _put_fifo(folder, name, entry)
         else:
-            _put_file(folder, name, entry, image)
+            _put_file(folder, name, entry, image, shared=shared)
     finally:
         os.close(folder)
 
 
-def _put_directory(folder: int, name: str, entry: Entry) -> None:
-    with suppress(FileExistsError):
+def _put_directory(folder: int, name: str, entry: Entry, *, shared: bool) -> None:
+    try:
         os.mkdir(name, 0o700, dir_fd=folder)
+    except FileExistsError:
+        if shared:
+            return
     descriptor = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
     try:
         _set_owner(descriptor, entry, 0o1777)
@@ -161,11 +179,11 @@ def _put_fifo(folder: int, name: str, entry: Entry) -> None:
     os.chown(name, entry.uid, entry.gid, dir_fd=folder, follow_symlinks=False)
 
 
-def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes]) -> None:
+def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes], *, shared: bool) -> None:
     new = f".gpusnap-{os.getpid()}"
     with suppress(FileNotFoundError):
         os.unlink(new, dir_fd=folder)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(new, flags, 0o600, dir_fd=folder)
     try:
         os.ftruncate(descriptor, entry.size)
@@ -182,13 +200,63 @@ def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes]) -> None:
                         )
                     file.write(data)
         _set_owner(descriptor, entry, 0o777)
-        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+        if shared and _is_there(folder, name, descriptor, entry):
+            os.unlink(new, dir_fd=folder)
+        else:
+            os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
     except (OSError, GpusnapError):
         with suppress(OSError):
             os.unlink(new, dir_fd=folder)
         raise
     finally:
         os.close(descriptor)
+
+
+def _is_there(folder: int, name: str, new: int, entry: Entry) -> bool:
+    """Whether a file has the content of the new one already. Raises Refused if another one is in use."""
+    try:
+        there = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    try:
+        if not stat.S_ISREG(os.fstat(there).st_mode):
+            raise _make_other_error(entry, "is not a regular file")
+        if _have_same_content(there, new):
+            return True
+        if _is_open_elsewhere(there):
+            raise _make_other_error(entry, "has other content, and a process of this host has it open")
+        return False
+    finally:
+        os.close(there)
+
+
+def _make_other_error(entry: Entry, what: str) -> Refused:
+    return Refused(
+        f"the checkpoint has {entry.volume}/{entry.path} open, in memory that is shared with this host or "
+        f"with another container; the file that is there now {what}",
+        hint="end the programs that use it, or restore the container on another host",
+        code="GPS-526",
+    )
+
+
+def _have_same_content(one: int, other: int) -> bool:
+    size = os.fstat(one).st_size
+    if size != os.fstat(other).st_size:
+        return False
+    return all(os.pread(one, BLOCK, at) == os.pread(other, BLOCK, at) for at in range(0, size, BLOCK))
+
+
+def _is_open_elsewhere(descriptor: int) -> bool:
+    """Whether a file that is open for reading here is open or mapped elsewhere: then there is no lease.
+
+    fcntl(2), F_SETLEASE. Without leases, such as on another file system, it is taken for open.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return True
+    return False
 
 
 def _set_owner(descriptor: int, entry: Entry, allowed: int) -> None:

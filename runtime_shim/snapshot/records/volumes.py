@@ -1,4 +1,4 @@
-"""Open files of a pod's own volumes, which a checkpoint through CRI does not contain.
+"""Open files in a container's mounts that the engine does not keep as they were at the dump.
 
 After a restore, the mounts of a pod's container are those of the new pod. CRIU opens files by the paths that
 it saw at the dump, but an emptyDir, or the /dev/shm of the pod's sandbox, is empty then ("Can't open file").
@@ -6,6 +6,10 @@ So while all processes are stopped, gpusnap copies files, directories and FIFOs 
 process has open, mapped or as its working directory, and the directories above them. They go into an image
 beside CRIU's. A restore writes them before CRIU opens them; see volume_image.py. Files that no process has
 open are omitted, as in every checkpoint that kubelet requests.
+
+Podman's own copy of /dev/shm is wrong if the container continues, or if it shares /dev/shm with others
+(runtime/podman_shm.py). So gpusnap copies all files in the container's own, if it continues, and the open
+ones in a shared one.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from io import FileIO
-from typing import Any
+from typing import Any, TypeVar
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import write_all
@@ -26,6 +31,7 @@ from gpusnap.runtime_shim.base.errors import ImageError, Refused, raise_as
 from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.process import open_files, proc
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.runtime import podman_shm
 from gpusnap.runtime_shim.runtime.bundle import binds
 from gpusnap.runtime_shim.runtime.container_files import directory
 from gpusnap.runtime_shim.snapshot.records import volume_image
@@ -38,31 +44,47 @@ _EMPTY_DIR = compile_later(r"/.*/volumes/kubernetes\.io~empty-dir/[^/]+")
 _SUBPATH = compile_later(r"(/.*)/volume-subpaths/([^/]+)/[^/]+/\d+")
 # containerd (internal/cri/server, getSandboxDevShm) and CRI-O (server/sandbox_run_linux.go, setupShm).
 _SHM = compile_later(r"/.*/(?:sandboxes/[^/]+|userdata)/shm")
+_AT = "/dev/shm"
 
+_Answer = TypeVar("_Answer")
 _DELETED = " (deleted)"
 _PIECE = 1 << 20  # bytes per request
 
 
+class Kind(Enum):
+    """Whose content a mount has."""
+
+    POD = "of a pod"
+    """An emptyDir or the sandbox's /dev/shm: it ends with the pod."""
+    OWN = "of the container"
+    """The /dev/shm that Podman makes for one container."""
+    SHARED = "shared"
+    """The /dev/shm of the host, or of another container of Podman's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A mount of a pod's container whose content ends with the pod."""
+    """A mount whose open files gpusnap copies."""
 
     destination: str
     source: str
+    kind: Kind = Kind.POD
 
 
 @dataclass(frozen=True, slots=True)
 class OpenVolumeFile:
-    """A file of a volume that a process has open or mapped, or a directory above one."""
+    """A file of a volume that a process has open or mapped, a directory above one, or one of all there."""
 
     volume: str
     """The mount's destination."""
     path: str
     """Below the volume."""
     link: str
-    """The path in /proc with which it can be opened; empty for a directory above."""
+    """The path with which it can be opened, such as in /proc; empty for a directory above."""
     process: proc.Process
     info: os.stat_result
+    of_container: bool = True
+    """Whether `link` leads into the container, where a file system may not answer."""
 
     @property
     def size(self) -> int:
@@ -70,17 +92,30 @@ class OpenVolumeFile:
         return self.info.st_blocks * 512 if stat.S_ISREG(self.info.st_mode) else 0
 
 
-def find(config: Mapping[str, Any]) -> tuple[Volume, ...]:
-    """Return the emptyDirs and the sandbox's /dev/shm in a container's config.json; none outside of a pod."""
+def find(config: Mapping[str, Any], bundle: str) -> tuple[Volume, ...]:
+    """Return the emptyDirs of a pod, and the /dev/shm of a pod, of Podman's or of the host."""
     annotations = config.get("annotations")
-    if not isinstance(annotations, dict) or not {OF_CRI, _OF_CRIO} & set(annotations):
-        return ()
+    names = set(annotations) if isinstance(annotations, dict) else set()
+    in_pod, of_podman = bool({OF_CRI, _OF_CRIO} & names), podman_shm.is_of_podman(config)
     found = []
     for mount in binds(config):
         destination, source = mount.get("destination"), mount.get("source")
-        if isinstance(destination, str) and isinstance(source, str) and _is_of_pod(destination, source):
-            found.append(Volume(os.path.normpath(destination), source))
+        if not isinstance(destination, str) or not isinstance(source, str):
+            continue
+        destination, source = os.path.normpath(destination), os.path.normpath(source)
+        if in_pod and _is_of_pod(destination, source):
+            found.append(Volume(destination, source))
+        elif destination == _AT and source == _AT:
+            found.append(Volume(destination, source, Kind.SHARED))
+        elif of_podman and destination == _AT and _SHM.fullmatch(source):
+            own = podman_shm.is_own(source, bundle)
+            found.append(Volume(destination, source, Kind.OWN if own else Kind.SHARED))
     return tuple(found)
+
+
+def find_to_copy(config: Mapping[str, Any], bundle: str, *, runs_on: bool) -> tuple[Volume, ...]:
+    """Return those that gpusnap copies for a checkpoint; `runs_on`: the container continues after it."""
+    return tuple(each for each in find(config, bundle) if runs_on or each.kind is not Kind.OWN)
 
 
 def _is_of_pod(destination: str, source: str) -> bool:
@@ -88,24 +123,43 @@ def _is_of_pod(destination: str, source: str) -> bool:
         return True
     if match := _SUBPATH.fullmatch(source):  # of any kind of volume; its name says which
         return os.path.isdir(f"{match[1]}/volumes/kubernetes.io~empty-dir/{match[2]}")
-    return os.path.normpath(destination) == "/dev/shm" and bool(_SHM.fullmatch(source))
+    return destination == _AT and bool(_SHM.fullmatch(source))
 
 
 def list_open(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tuple[OpenVolumeFile, ...]:
     """Return what processes have open or mapped in volumes, each file once, after the directories above it.
 
-    CRIU saves a deleted file itself, but needs its directory. Raises Refused for a deleted file that has
-    another name, because CRIU would look for that name in the new volume; Unanswered if something that does
-    not answer is mounted there.
+    Of the container's own /dev/shm, return everything that is there.
+
+    CRIU saves a deleted file itself, but needs its directory. Raises Refused for a deleted file of a pod that
+    has another name, because CRIU would look for that name in the new volume; Unanswered if something that
+    does not answer is mounted there.
     """
     found: dict[tuple[str, str], OpenVolumeFile] = {}
-    for process in processes if volumes else ():
+    members, own = tuple(processes), [volume for volume in volumes if volume.kind is Kind.OWN]
+    others = tuple(volume for volume in volumes if volume not in own)
+    for process in members if others else ():
         for key, each in question_process.ask(
-            process.pid, "its files in volumes", _list_open_by, process, tuple(volumes)
+            process.pid, "its files in volumes", _list_open_by, process, others
         ).items():
             found.setdefault(key, each)
+    for volume in own if members else ():
+        _add_all(found, members[0], volume)
     known = (each for each in found.values() if stat.S_IFMT(each.info.st_mode) in KINDS and each.path)
     return tuple(sorted(known, key=lambda each: (each.volume, each.path.split("/"))))
+
+
+def _add_all(found: dict[tuple[str, str], OpenVolumeFile], process: proc.Process, volume: Volume) -> None:
+    """Add what is in a directory of this host; `process` is one of the container's, for messages."""
+    for folder, inner, names in os.walk(volume.source):
+        for name in (*inner, *names):
+            link = f"{folder}/{name}"
+            path = link.removeprefix(f"{volume.source}/")
+            with suppress(OSError):  # it was removed
+                info = os.lstat(link)
+                found[volume.destination, path] = OpenVolumeFile(
+                    volume.destination, path, link, process, info, of_container=False
+                )
 
 
 def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tuple[str, str], OpenVolumeFile]:
@@ -116,11 +170,12 @@ def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tupl
         volume, path = _place(each.path, mounts, volumes)
         if not volume:
             continue
+        of_pod = any(at.destination == volume and at.kind is Kind.POD for at in volumes)
         with suppress(OSError):  # it was closed, or the process has ended
             info = os.stat(each.link)
             if not _is_deleted(process.pid, each.path, info):
                 found.setdefault((volume, path), OpenVolumeFile(volume, path, each.link, process, info))
-            elif info.st_nlink and stat.S_ISREG(info.st_mode):
+            elif of_pod and info.st_nlink and stat.S_ISREG(info.st_mode):
                 raise _make_renamed_error(process, each.path)
         _add_directories(found, process, volume, path)
     for name in proc.unix_sockets(process.pid):  # CRIU binds them anew, in their directory
@@ -168,9 +223,11 @@ def _add_directories(
             found[volume, path] = OpenVolumeFile(volume, path, "", process, os.fstat(folder))
 
 
-def check(found: Iterable[OpenVolumeFile], limit: int) -> None:
-    """Raise Refused for a file with more than `limit` bytes."""
-    large = max(found, key=lambda each: each.size, default=None)
+def check(found: Iterable[OpenVolumeFile], volumes: Iterable[Volume], limit: int) -> None:
+    """Raise Refused for a file of a pod with more than `limit` bytes. Podman has no limit."""
+    limited = {each.destination for each in volumes if each.kind is Kind.POD}
+    of_pods = (each for each in found if each.volume in limited)
+    large = max(of_pods, key=lambda each: each.size, default=None)
     if large is not None and large.size > limit:
         process = large.process
         raise Refused(
@@ -187,7 +244,7 @@ def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
     path = os.path.join(image_path, IMAGE)
     with raise_as(
         ImageError,
-        f"the open files of the pod's volumes cannot be copied to {path}",
+        f"the open files of the container's volumes cannot be copied to {path}",
         hint="check that there is free space",
     ):
         with suppress(FileNotFoundError):
@@ -195,30 +252,40 @@ def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
         if not found:
             return
         entries = [_entry(each) for each in found]
+        text = header(entries)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as image:
-            image.write(header(entries))
+            image.write(text)
             image.flush()
             for each, entry in zip(found, entries, strict=True):
                 _copy_out(each, entry, image.fileno())
 
 
-def put_back(image_path: str, config: Mapping[str, Any]) -> None:
+def put_back(image_path: str, config: Mapping[str, Any], bundle: str) -> None:
     """Write the files of `take` into the volumes of a new container, by its configuration.
 
-    Raises Refused if it has no mount where a volume was; ImageError.
+    Raises Refused if it has no mount where a volume was, or if another file is in use there; ImageError.
     """
     mounted = {os.path.normpath(str(mount.get("destination"))) for mount in binds(config)}
-    volume_image.put_back(image_path, {each.destination: each.source for each in find(config)}, mounted)
+    found = find(config, bundle)
+    sources = {each.destination: each.source for each in found}
+    shared = {each.destination for each in found if each.kind is Kind.SHARED}
+    volume_image.put_back(image_path, sources, mounted, shared)
 
 
 def _entry(each: OpenVolumeFile) -> Entry:
     kind, size, extents = KINDS[stat.S_IFMT(each.info.st_mode)], 0, tuple[tuple[int, int], ...]()
     if kind == FILE:
-        size, extents = question_process.ask(each.process.pid, each.link, _measure, each)
+        size, extents = _ask(each, _measure, each)
     info = each.info
     mode = stat.S_IMODE(info.st_mode)
     return Entry(each.volume, each.path, kind, mode, info.st_uid, info.st_gid, size, extents)
+
+
+def _ask(each: OpenVolumeFile, ask: Callable[..., _Answer], *words: object) -> _Answer:
+    if not each.of_container:
+        return ask(*words)
+    return question_process.ask(each.process.pid, each.link, ask, *words)
 
 
 def _measure(each: OpenVolumeFile) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -256,7 +323,7 @@ def _copy_out(each: OpenVolumeFile, entry: Entry, image: int) -> None:
     for offset, length in entry.extents:
         at, end = offset, offset + length
         while at < end:
-            piece = question_process.ask(each.process.pid, each.link, _piece, each, at, min(_PIECE, end - at))
+            piece = _ask(each, _piece, each, at, min(_PIECE, end - at))
             if not piece:
                 raise ImageError(
                     f"{each.volume}/{each.path} was truncated while it was being copied",

@@ -110,6 +110,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-523": "memory-not-copied",
     "GPS-524": "stopped-by-a-signal",
     "GPS-525": "open-files-not-on-disk",
+    "GPS-526": "shared-memory-in-use",
     "GPS-601": "damaged",
     "GPS-602": "incomplete",
     "GPS-603": "newer-format",

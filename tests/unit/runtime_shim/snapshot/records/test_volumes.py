@@ -1,4 +1,4 @@
-"""volumes.py and volume_image.py: open files of a pod's volumes, out of one and into the next."""
+"""volumes.py and volume_image.py: open files of a container's volumes, out of one and into the next."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.proc import Mount
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 from gpusnap.runtime_shim.snapshot.records import volume_image, volumes
-from gpusnap.runtime_shim.snapshot.records.volumes import Volume
+from gpusnap.runtime_shim.snapshot.records.volumes import Kind, Volume
 
 ANNOTATIONS = {OF_CRI: "container"}
 UID = "5f0e1a2b"
 PODS = f"/var/lib/kubelet/pods/{UID}"
+BUNDLE = "/var/lib/containers/storage/overlay-containers/0b/userdata"
+PODMAN = {"io.container.manager": "libpod"}
 SHM = "/run/containerd/io.containerd.grpc.v1.cri/sandboxes/0a1b/shm"
 
 
@@ -39,8 +41,8 @@ def bind(destination: str, source: str) -> dict[str, Any]:
         (bind("/dev/shm", f"{PODS}/volumes/kubernetes.io~empty-dir/shm"), True),
         (bind("/dev/shm", SHM), True),
         (bind("/dev/shm", "/var/run/containers/storage/overlay-containers/0a/userdata/shm"), True),
-        (bind("/dev/shm", "/dev/shm"), False),
         (bind("/data", SHM), False),
+        (bind("/data", "/dev/shm"), False),
         (bind("/data", f"{PODS}/volumes/kubernetes.io~csi/data/mount"), False),
         (bind("/data", "/srv/data"), False),
         ({"destination": "/cache", "source": "tmpfs", "type": "tmpfs"}, False),
@@ -49,10 +51,32 @@ def bind(destination: str, source: str) -> dict[str, Any]:
 )
 def test_which_mounts_end_with_the_pod(mount: dict[str, Any], ours: bool) -> None:
     config = {"annotations": ANNOTATIONS, "mounts": [mount]}
-    assert bool(volumes.find(config)) is ours
-    assert volumes.find(config | {"annotations": {}}) == ()
+    assert bool(volumes.find(config, BUNDLE)) is ours
+    assert volumes.find(config | {"annotations": {}}, BUNDLE) == ()
     crio = {"io.kubernetes.cri-o.ContainerType": "container"}
-    assert bool(volumes.find(config | {"annotations": crio})) is ours
+    assert bool(volumes.find(config | {"annotations": crio}, BUNDLE)) is ours
+
+
+@pytest.mark.parametrize(
+    ("annotations", "source", "kind"),
+    [
+        (PODMAN, f"{BUNDLE}/shm", Kind.OWN),
+        (PODMAN, f"{BUNDLE}//shm/", Kind.OWN),
+        (PODMAN, "/var/lib/containers/storage/overlay-containers/infra/userdata/shm", Kind.SHARED),
+        (PODMAN, "/dev/shm", Kind.SHARED),
+        (PODMAN, "/srv/shm", None),
+        (ANNOTATIONS, "/dev/shm", Kind.SHARED),
+        ({}, "/dev/shm", Kind.SHARED),
+        ({}, f"{BUNDLE}/shm", None),
+    ],
+)
+def test_whose_shared_memory(annotations: dict[str, str], source: str, kind: Kind | None) -> None:
+    """Podman reads a container's own after the dump, when a container that goes on has changed it."""
+    config = {"annotations": annotations, "mounts": [bind("/dev/shm", source)]}
+    assert [each.kind for each in volumes.find(config, BUNDLE)] == ([kind] if kind else [])
+    for runs_on in (False, True):
+        copied = volumes.find_to_copy(config, BUNDLE, runs_on=runs_on)
+        assert bool(copied) is (kind is Kind.SHARED or (kind is Kind.OWN and runs_on))
 
 
 def test_a_folder_of_a_volume(tmp_path: Path) -> None:
@@ -62,7 +86,7 @@ def test_a_folder_of_a_volume(tmp_path: Path) -> None:
     mounts = [
         bind(f"/{name}", f"{tmp_path}/pod/volume-subpaths/{name}/work/0") for name in ("cache", "data", "x")
     ]
-    found = volumes.find({"annotations": ANNOTATIONS, "mounts": mounts})
+    found = volumes.find({"annotations": ANNOTATIONS, "mounts": mounts}, BUNDLE)
     assert [each.destination for each in found] == ["/cache"]
 
 
@@ -109,7 +133,8 @@ def found(old: Path) -> tuple[volumes.OpenVolumeFile, ...]:
 
 
 def restore(image: Path, old: Path, new: Path, *mounts: dict[str, Any]) -> None:
-    volumes.put_back(str(image), {"annotations": ANNOTATIONS, "mounts": [bind(str(old), str(new)), *mounts]})
+    config = {"annotations": ANNOTATIONS, "mounts": [bind(str(old), str(new)), *mounts]}
+    volumes.put_back(str(image), config, BUNDLE)
 
 
 def test_open_and_mapped(old: Path, new: Path, image: Path, seen: ExitStack) -> None:
@@ -139,7 +164,7 @@ def test_open_and_mapped(old: Path, new: Path, image: Path, seen: ExitStack) -> 
     seen.enter_context((old / "mounted/file").open())
 
     opened = found(old)
-    volumes.check(opened, 1 << 20)
+    volumes.check(opened, [Volume(str(old), str(old))], 1 << 20)
     volumes.take(str(image), opened)
     assert (image / volume_image.IMAGE).stat().st_size < 1 << 20
     log.unlink()
@@ -202,7 +227,7 @@ def test_another_file_meanwhile(old: Path, image: Path, seen: ExitStack) -> None
     fifo = os.open(old / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     os.dup2(fifo, descriptor)
     os.close(fifo)
-    with pytest.raises(ImageError, match="open files of the pod's volumes cannot be copied"):
+    with pytest.raises(ImageError, match="open files of the container's volumes cannot be copied"):
         volumes.take(str(image), opened)
 
 
@@ -211,7 +236,7 @@ def test_nothing_open(old: Path, image: Path, seen: ExitStack) -> None:
     (image / volume_image.IMAGE).write_text("of an earlier one")
     volumes.take(str(image), found(old))
     assert list(image.iterdir()) == []
-    volumes.put_back(str(image), {})
+    volumes.put_back(str(image), {}, BUNDLE)
 
 
 def test_too_large(old: Path, seen: ExitStack) -> None:
@@ -220,12 +245,13 @@ def test_too_large(old: Path, seen: ExitStack) -> None:
     path.write_bytes(bytes(range(256)) * 8192)
     seen.enter_context(path.open())
     with pytest.raises(Refused) as caught:
-        volumes.check(found(old), 1 << 20)
+        volumes.check(found(old), [Volume(str(old), str(old))], 1 << 20)
     said = caught.value.sentence()
     assert f"process {os.getpid()} (" in said
     assert f"has {path} of 2.0 MiB open" in said
     assert "raise criu.ghost-limit above 2.0 MiB" in said
-    volumes.check(found(old), 2 << 20)
+    volumes.check(found(old), [Volume(str(old), str(old))], 2 << 20)
+    volumes.check(found(old), [Volume(str(old), str(old), Kind.OWN)], 1 << 20)
 
 
 def test_removed_with_another_name(old: Path, seen: ExitStack) -> None:
@@ -239,6 +265,31 @@ def test_removed_with_another_name(old: Path, seen: ExitStack) -> None:
         Refused, match=r"sem\.a open, .* this name was removed while the file has another one"
     ):
         found(old)
+
+
+def test_all_of_the_memory_of_podman(
+    old: Path, new: Path, image: Path, seen: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what no process has open, and a name that is not the one by which a file was opened."""
+    (old / "inner").mkdir(mode=0o710)
+    (old / "inner/closed").write_text("closed")
+    (old / "inner/closed").chmod(0o640)
+    path = old / "sem.a"
+    path.write_text("two names")
+    os.link(path, old / "sem.b")
+    seen.enter_context(path.open())
+    path.unlink()
+    os.mkfifo(old / "fifo")
+    (old / "link").symlink_to("sem.b")
+    process = proc.process(os.getpid())
+    assert process is not None
+    opened = volumes.list_open([process], [Volume(str(old), str(old), Kind.OWN)])
+    assert [each.path for each in opened] == ["fifo", "inner", "inner/closed", "sem.b"]
+    volumes.take(str(image), opened)
+    restore(image, old, new)
+    assert (new / "inner/closed").read_text() == "closed"
+    assert stat.S_IMODE((new / "inner/closed").stat().st_mode) == 0o640
+    assert (new / "sem.b").read_text() == "two names"
 
 
 def test_a_name_that_looks_deleted(old: Path, new: Path, image: Path, seen: ExitStack) -> None:
@@ -268,13 +319,78 @@ def test_the_new_pod_lacks_the_volume(old: Path, new: Path, image: Path, seen: E
     seen.enter_context((old / "log").open())
     volumes.take(str(image), found(old))
     with pytest.raises(Refused, match="has nothing mounted at"):
-        volumes.put_back(str(image), {"annotations": ANNOTATIONS, "mounts": []})
+        volumes.put_back(str(image), {"annotations": ANNOTATIONS, "mounts": []}, BUNDLE)
     with pytest.raises(Refused, match="has nothing mounted at"):
         restore(image, Path("/elsewhere"), new)
     other = new.parents[2] / "srv"
     other.mkdir()
-    volumes.put_back(str(image), {"annotations": ANNOTATIONS, "mounts": [bind(str(old), str(other))]})
+    config = {"annotations": ANNOTATIONS, "mounts": [bind(str(old), str(other))]}
+    volumes.put_back(str(image), config, BUNDLE)
     assert list(other.iterdir()) == []
+
+
+@pytest.fixture
+def memory(old: Path, image: Path, seen: ExitStack) -> Path:
+    """Memory that is shared with others, in which a file and a directory were open; as it was then."""
+    folder = old / "folder"
+    folder.mkdir(mode=0o700)
+    (folder / "segment").write_text("then")
+    seen.enter_context((folder / "segment").open())
+    volumes.take(str(image), found(old))
+    folder.chmod(0o711)
+    return folder / "segment"
+
+
+def put_back_shared(image: Path, at: Path) -> None:
+    volume_image.put_back(str(image), {str(at): str(at)}, {str(at)}, {str(at)})
+
+
+def test_shared_memory_is_there(memory: Path, old: Path, image: Path, seen: ExitStack) -> None:
+    """Those who share the file still do, and the directory is not ours to change."""
+    before = memory.stat().st_ino
+    put_back_shared(image, old)
+    assert (memory.stat().st_ino, memory.read_text()) == (before, "then")
+    assert stat.S_IMODE(memory.parent.stat().st_mode) == 0o711
+    assert [each.name for each in memory.parent.iterdir()] == ["segment"]
+
+
+def test_shared_memory_is_gone(memory: Path, old: Path, image: Path, seen: ExitStack) -> None:
+    seen.close()
+    memory.unlink()
+    memory.parent.rmdir()
+    put_back_shared(image, old)
+    assert memory.read_text() == "then"
+    assert stat.S_IMODE(memory.parent.stat().st_mode) == 0o700
+
+
+def test_shared_memory_has_changed(memory: Path, old: Path, image: Path, seen: ExitStack) -> None:
+    """Nobody has it open any more: the container itself has changed it after its checkpoint."""
+    seen.close()
+    memory.write_text("later")
+    put_back_shared(image, old)
+    assert memory.read_text() == "then"
+    assert [each.name for each in memory.parent.iterdir()] == ["segment"]
+
+
+@pytest.mark.parametrize("way", ["open", "mapped", "fifo"])
+def test_shared_memory_is_of_another(memory: Path, old: Path, image: Path, seen: ExitStack, way: str) -> None:
+    """It stays, and the restore is refused."""
+    seen.close()
+    memory.write_text("another")
+    if way == "fifo":
+        memory.unlink()
+        os.mkfifo(memory)
+    else:
+        file = seen.enter_context(memory.open("r+b"))
+        if way == "mapped":
+            seen.enter_context(mmap.mmap(file.fileno(), 0))
+            file.close()
+    before = memory.stat().st_ino
+    with pytest.raises(Refused, match="segment open, in memory that is shared with this host") as refused:
+        put_back_shared(image, old)
+    assert refused.value.code == "GPS-526"
+    assert memory.stat().st_ino == before
+    assert [each.name for each in memory.parent.iterdir()] == ["segment"]
 
 
 ENTRY = {
@@ -353,7 +469,7 @@ def test_links_lead_nowhere(new: Path, image: Path, tmp_path: Path, kind: str) -
     (new / "a").symlink_to(outside / "a")
     entry = ENTRY | {"kind": kind} | ({"extents": []} if kind != "file" else {})
     write(image, entry | {"path": "out/b"})
-    with pytest.raises(ImageError, match="cannot be copied to the new pod's volume"):
+    with pytest.raises(ImageError, match="cannot be copied to the new container's volume"):
         restore(image, Path("/cache"), new)
     write(image, entry)
     if kind == "file":
@@ -361,7 +477,7 @@ def test_links_lead_nowhere(new: Path, image: Path, tmp_path: Path, kind: str) -
         assert (new / "a").read_text() == "evil"
         assert not (new / "a").is_symlink()
     else:
-        with pytest.raises(ImageError, match="cannot be copied to the new pod's volume"):
+        with pytest.raises(ImageError, match="cannot be copied to the new container's volume"):
             restore(image, Path("/cache"), new)
     assert [path.name for path in outside.iterdir()] == ["a"]
     assert (outside / "a").read_text() == "mine"
@@ -381,3 +497,11 @@ def test_no_setuid(new: Path, image: Path) -> None:
     restore(image, Path("/cache"), new)
     assert stat.S_IMODE((new / "a").stat().st_mode) == 0o755
     assert stat.S_IMODE((new / "d").stat().st_mode) == 0o1777
+
+
+def test_too_many_for_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = volume_image.Entry("/dev/shm", "a", "file", 0o600, 0, 0, 0, ())
+    monkeypatch.setattr(volume_image, "_MOST", 2)
+    assert volume_image.header([entry] * 2).count(b"/dev/shm") == 2
+    with pytest.raises(ImageError, match=r"3 files in /dev/shm and its volumes.* at most 2"):
+        volume_image.header([entry] * 3)
