@@ -206,4 +206,16 @@ CODES = (
         "in another pod. If both exchange data by the file, they cannot be restored one by one. See "
         "docs/podman.md#shared-memory.",
     ),
+    ErrorCode(
+        "GPS-527",
+        "file-changed",
+        "A process of the container had a file open for writing, and the file has another size than at the "
+        "checkpoint, so CRIU does not restore the process. The file is in a volume or in a directory of the "
+        "host, which a checkpoint does not contain: the container, or somebody else, has written to it "
+        "since. Nothing was changed. Files that are open for appending only, as most logs are, may grow.",
+        "If the file has grown, the message has the command that cuts it to its size at the checkpoint. What "
+        "was written since is lost with that, so copy the file first if you need it; the restored program "
+        "writes on from there. If the file is shorter, put it back as it was. To have no such file, let the "
+        "program open its logs for appending, or close its files between writes.",
+    ),
 )

@@ -53,6 +53,7 @@ from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.recovery import restore as recover_restore
 from gpusnap.runtime_shim.snapshot.recovery import restored_containers
+from gpusnap.runtime_shim.snapshot.restoring import grown_files
 from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 from gpusnap.runtime_shim.snapshot.restoring.foreground import RuntimeThread, pid_file
 from gpusnap.runtime_shim.snapshot.restoring.gpus import check_none_suspended, restore_gpus, settle
@@ -92,7 +93,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
             _begin(job, config)
             plan(job, config)
         with transaction.step("volumes"):
-            volumes.put_back(images, config, str(call.bundle_dir()))
+            _prepare_files(job, config)
         transaction.undo("removing the incomplete container", lambda: _kill(job))
         if call.detach:
             _restore_container(job)
@@ -100,6 +101,20 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
             _commit(job)
             return 0
         return _run_in_foreground(job)
+
+
+def _prepare_files(job: RestoreJob, config: dict[str, Any]) -> None:
+    """Bring the files that processes had open to where CRIU looks for them, as they were."""
+    folder = str(job.call.bundle_dir())
+    found: tuple[grown_files.OtherSize, ...] = ()
+    if job.written:
+        what = "the files that the container had open for writing"
+        found = image_process.ask(what, grown_files.find, job.written, config, folder)
+    grown_files.check(found)
+    volumes.put_back(str(job.call.images(job.real.kind)), config, folder)
+    if cut := grown_files.cut(found):
+        more = f" and {len(cut) - 1} more" if len(cut) > 1 else ""
+        note(f"the container's file {cut[0]}{more} had grown since the checkpoint, and was cut")
 
 
 def _begin(job: RestoreJob, config: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
+from gpusnap.runtime_shim.runtime.criu.images.check import WrittenFile
 from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
@@ -55,6 +56,8 @@ class RestoreJob:
     """Whether CRIU's images that are in chunks came from the load process of `gpusnap restore`."""
     joined_regions: bool = False
     """Whether the GPUs' memory comes from a load process, which has claimed RAM for it."""
+    written: tuple[WrittenFile, ...] = ()
+    """The files that its processes had open for writing."""
     bulk: BulkCopy | None = None
     """The memory of the processes that gpusnap writes instead of CRIU."""
     entry: restore_record.Restore | None = None

@@ -71,7 +71,7 @@ def plan(job: RestoreJob, config: dict[str, Any]) -> None:
             keep_names=job.settings.keep_names,
         )
         replaced = remap.image(job.record, job.images, job.remap, config)
-    image_process.check(job.images, job.record.host.architecture, job.record.sizes)
+    job.written = image_process.check(job.images, job.record.host.architecture, job.record.sizes)
     call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     if call.tcp_established and not call.tcp_close and not image_process.has_closed_connections(job.images):
         addresses.check(job.images, config)

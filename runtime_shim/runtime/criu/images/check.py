@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import ImageError, raise_as
@@ -33,11 +34,25 @@ _PAGEMAP = compile_later(r"pagemap-([0-9]{1,10})\.img", re.ASCII)
 _OTHERS = ("descriptors.json", "stats-dump")
 PARENT = "parent"
 """The link to the directory of an earlier dump (CR_PARENT_LINK in criu/include/image.h)."""
+_FILES = "files"
 LINK = "a symbolic link"
 _MOST_PARENTS = 64
 _PIECE = 1 << 20
 _PAGE_SIZES = {"x86_64": (4096,)}
 _OTHER_PAGE_SIZES = (4096, 16384, 65536)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A regular file that a process had open for writing; at a restore CRIU wants it to have this size.
+
+    It does not check a file that was opened for appending only (criu/files-reg.c, should_check_size).
+    """
+
+    path: str
+    """In the container."""
+    size: int
+    """In bytes, at the dump."""
 
 
 def is_image(name: str) -> bool:
@@ -59,6 +74,7 @@ class Checker:
         self._sizes: dict[str, int] = {}
         self._pagemaps: dict[str, pagemap.Pagemap] = {}
         self._tasks: set[int] = set()
+        self.written: list[WrittenFile] = []
 
     def add_special(self, name: str, what: str) -> None:
         """Add a file that is not regular; `what` describes it."""
@@ -145,9 +161,18 @@ class Checker:
             _read_ghost(source)
         else:
             for message in _messages(source, kind):
-                if kind == "pstree":
+                if kind == _FILES:
+                    self._note_written(message)
+                elif kind == "pstree":
                     # CRIU also records a thread for a zombie, and leaves its number unset (seen with 4.1.1).
                     self._tasks |= {message.pid, *(message.threads if message.pid in message.threads else ())}
+
+    def _note_written(self, message: Any) -> None:
+        if message is None or not message.HasField("reg"):
+            return
+        file = message.reg
+        if file.HasField("size") and file.flags & os.O_ACCMODE != os.O_RDONLY:
+            self.written.append(WrittenFile(f"/{file.name.lstrip('/')}", file.size))
 
     def _make_error(self, name: str, why: str) -> ImageError:
         return ImageError(
@@ -157,15 +182,18 @@ class Checker:
         )
 
 
-def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = MappingProxyType({})) -> None:
+def check(
+    image_path: str, architecture: str, elsewhere: Mapping[str, int] = MappingProxyType({})
+) -> tuple[WrittenFile, ...]:
     """Check the images of a directory. `elsewhere`: the sizes of images of pages that will be put there.
 
-    Raises ImageError for the first one that is not a regular file, is truncated or cannot be decoded, for
-    more or fewer pages than the pagemap lists, for a missing image, and if an earlier dump's images are not
-    in a directory beside it.
+    Return the files that processes had open for writing. Raises ImageError for the first image that is not a
+    regular file, is truncated or cannot be decoded, for more or fewer pages than the pagemap lists, for a
+    missing image, and if an earlier dump's images are not in a directory beside it.
     """
     top = os.path.realpath(image_path)
     beside = os.path.dirname(top)
+    written: tuple[WrittenFile, ...] = ()
     for depth in range(_MOST_PARENTS):
         checker = Checker(top)
         with raise_as(ImageError, f"the images in {top} cannot be read"):
@@ -175,10 +203,11 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
                 checker.add_size(name, size)
         if depth == 0:
             checker.finish(architecture)
+            written = tuple(checker.written)
         else:
             checker.finish_pages(architecture)
         if parent is None:
-            return
+            return written
         # CRIU would give the container the memory that it finds there, which may be another container's.
         if os.path.dirname(parent) != beside:
             raise _make_leads_out_error(top)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.base.question_process import Companion
 from gpusnap.runtime_shim.records.manifest import DriverMount
+
+if TYPE_CHECKING:
+    from gpusnap.runtime_shim.runtime.criu.images.check import WrittenFile
 
 T = TypeVar("T")
 
@@ -27,25 +30,29 @@ _spent = [0.0]
 
 def prepare() -> None:
     """Import pycriu there, ahead of the first question, which raises the same errors. Raises Refused."""
-    _ask("the package pycriu", _load)
+    ask("the package pycriu", _load)
 
 
-def check(images: str, architecture: str, elsewhere: Mapping[str, int]) -> None:
+def check(images: str, architecture: str, elsewhere: Mapping[str, int]) -> tuple[WrittenFile, ...]:
     """Check the images of a directory; see check.py. Raises ImageError, and GpusnapError if a child fails."""
-    _ask(f"CRIU's images in {images}", _check, images, architecture, dict(elsewhere))
+    return ask(f"CRIU's images in {images}", _check, images, architecture, dict(elsewhere))
 
 
 def has_closed_connections(images: str) -> bool:
     """Whether the image was dumped with tcp-close; see inventory.py. Raises ImageError."""
-    return _ask(f"CRIU's images in {images}", _has_closed_connections, images)
+    return ask(f"CRIU's images in {images}", _has_closed_connections, images)
 
 
 def list_masked_paths(images: str, kind: str, root: str | None) -> tuple[DriverMount, ...]:
     """Return the mounts of masked paths to declare; see masked_paths.py. Raises ImageError."""
-    return _ask(f"CRIU's images in {images}", _list_masked_paths, images, kind, root)
+    return ask(f"CRIU's images in {images}", _list_masked_paths, images, kind, root)
 
 
-def _ask(what: str, function: Callable[..., T], *arguments: object) -> T:
+def ask(what: str, function: Callable[..., T], *arguments: object) -> T:
+    """Have the child process call a function of a module, within the time that is left; `what`: for messages.
+
+    Raises ImageError when that is over, GpusnapError if a child fails, and what the function raises.
+    """
     began = time.monotonic()
     try:
         return _process.ask(function, *arguments, within=max(_PATIENCE - _spent[0], 0.0), what=what)
@@ -67,10 +74,10 @@ def _load() -> None:
     pycriu_package.load()
 
 
-def _check(images: str, architecture: str, elsewhere: Mapping[str, int]) -> None:
+def _check(images: str, architecture: str, elsewhere: Mapping[str, int]) -> tuple[WrittenFile, ...]:
     from gpusnap.runtime_shim.runtime.criu.images import check
 
-    check.check(images, architecture, elsewhere)
+    return check.check(images, architecture, elsewhere)
 
 
 def _has_closed_connections(images: str) -> bool:
