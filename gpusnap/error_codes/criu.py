@@ -218,4 +218,15 @@ CODES = (
         "writes on from there. If the file is shorter, put it back as it was. To have no such file, let the "
         "program open its logs for appending, or close its files between writes.",
     ),
+    ErrorCode(
+        "GPS-528",
+        "file-cut",
+        "A note, not an error: the container is restored. With `--leave-running`, the engine reads the "
+        "container's changed files after it has continued. A file that a process had open for writing was "
+        "longer by then than the process knows, and was cut to its size at the dump.",
+        "Nothing, for a file that is only written to at its end. A program that also changes a file before "
+        "its end, such as a database, may find newer data there: checkpoint it without `--leave-running`, "
+        "or keep the file in a volume and restore that together with the memory. See "
+        "docs/podman.md#volumes.",
+    ),
 )

@@ -113,8 +113,12 @@ def _prepare_files(job: RestoreJob, config: dict[str, Any]) -> None:
     grown_files.check(found)
     volumes.put_back(str(job.call.images(job.real.kind)), config, folder)
     if cut := grown_files.cut(found):
-        more = f" and {len(cut) - 1} more" if len(cut) > 1 else ""
-        note(f"the container's file {cut[0]}{more} had grown since the checkpoint, and was cut")
+        more = f", and {len(cut) - 1} more of its files" if len(cut) > 1 else ""
+        note(
+            f"{cut[0]} of the container{more} had grown when the engine read it, and is cut to its size at "
+            "the checkpoint",
+            code="GPS-528",
+        )
 
 
 def _begin(job: RestoreJob, config: dict[str, Any]) -> None:

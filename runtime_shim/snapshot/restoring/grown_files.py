@@ -136,8 +136,11 @@ def _list_tops(config: Mapping[str, Any], bundle: str) -> dict[str, tuple[str, b
 
 
 def _locate(path: str, tops: Mapping[str, tuple[str, bool]]) -> tuple[str, str, bool]:
-    """Return the directory of this host that has a file of the container, the name below, and as above."""
-    above = path
+    """Return the directory of this host that has a file of the container, the name below, and as above.
+
+    The path comes from the checkpoint, and may contain anything.
+    """
+    above = path = os.path.normpath(f"/{path.lstrip('/')}")
     while above not in tops:
         if above == "/":
             return "", "", False

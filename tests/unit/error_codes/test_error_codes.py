@@ -112,6 +112,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-525": "open-files-not-on-disk",
     "GPS-526": "shared-memory-in-use",
     "GPS-527": "file-changed",
+    "GPS-528": "file-cut",
     "GPS-601": "damaged",
     "GPS-602": "incomplete",
     "GPS-603": "newer-format",

@@ -53,6 +53,7 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "flags": (2, "uint32"),
         "pos": (3, "uint64"),
         "name": (6, "string"),
+        "size": (8, "uint64"),
     },
     "inet_sk_entry": {
         "id": (1, "uint32"),

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from criu_images import CORE, INVENTORY, PAGE, entry, image, images, numbers, pagemap, varint
+from criu_images import CORE, INVENTORY, PAGE, encode_messages, entry, image, images, numbers, pagemap, varint
 
 from gpusnap.runtime_shim.base.errors import ImageError
-from gpusnap.runtime_shim.runtime.criu.images import messages
-from gpusnap.runtime_shim.runtime.criu.images.check import check
+from gpusnap.runtime_shim.runtime.criu.images import messages, pycriu_package
+from gpusnap.runtime_shim.runtime.criu.images.check import WrittenFile, check
 from gpusnap.runtime_shim.runtime.criu.images.messages import kind_of
 
 
@@ -43,6 +43,20 @@ def test_right(folder: Path) -> None:
     (folder / "notes").mkdir()
     (folder / "link").symlink_to("/nowhere")
     check(str(folder), "x86_64")
+
+
+def test_files_that_were_written_to(folder: Path) -> None:
+    """CRIU compares their size; it has recorded none for one that is open for appending only."""
+    pb = pycriu_package.load().pb
+    flags = (os.O_RDONLY, os.O_WRONLY | os.O_LARGEFILE, os.O_RDWR, os.O_WRONLY | os.O_APPEND)
+    files = [
+        pb.reg_file_entry(id=at, flags=each, pos=0, name=f"/log {at}", **({} if at == 3 else {"size": at}))
+        for at, each in enumerate(flags)
+    ]
+    entries = [pb.file_entry(type=1, id=at, reg=file) for at, file in enumerate(files)]
+    entries.append(pb.file_entry(type=17, id=9))
+    (folder / "files.img").write_bytes(encode_messages(entries, "files"))
+    assert check(str(folder), "x86_64") == (WrittenFile("/log 1", 1), WrittenFile("/log 2", 2))
 
 
 @pytest.mark.parametrize(
