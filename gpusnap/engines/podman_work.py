@@ -17,7 +17,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 from gpusnap.base.user_errors import Killed
 from gpusnap.engines.podman import Container
-from gpusnap.engines.podman_command import RUNTIME, find_runtime_error, finish, sentence, start
+from gpusnap.engines.podman_command import (
+    RUNTIME,
+    FinishedPodman,
+    find_runtime_error,
+    finish,
+    sentence,
+    start,
+)
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import MAKE_ROOM, GpusnapError, Interrupted, split_code
@@ -32,6 +39,8 @@ _EVERY = 0.25
 _KILLED = compile_later(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
 # Go's texts of ENOSPC and EDQUOT, where Podman itself has written.
 _FULL = compile_later(r"no space left on device|disk quota exceeded")
+# containers/storage, archive.TarWithOptions: logged only. The tar ends there, and lacks all later files.
+_CUT_OFF = compile_later(r"archive/tar: missed writing \d+ bytes")
 # libpod, CRImportCheckpoint, about a pod into which a container cannot be restored.
 _OTHER_POD = compile_later(r"^Podman failed: pod \S+ does not share the \w+ namespace")
 
@@ -111,6 +120,7 @@ def _work(
                 say(_decide_signal(words[1], relay))
         ended = finish(child, out, err)
         if not ended.code:
+            _check_whole(ended)
             done(ended.out.strip())
     if ended.code:
         if ended.code < 0 and not relay.passed:
@@ -144,6 +154,17 @@ def _work(
         if ours:
             note(text)
     return ended.out.strip(), bool(relay.came)
+
+
+def _check_whole(ended: FinishedPodman) -> None:
+    """Raise GpusnapError if Podman has left out files, though it reports success."""
+    if _CUT_OFF.search(ended.err):
+        raise GpusnapError(
+            "Podman's archive lacks files of the container, because one of them became shorter while Podman "
+            "read it",
+            hint="try again; without --leave-running, no process of the container changes its files",
+            code="GPS-907",
+        )
 
 
 class _Relay:

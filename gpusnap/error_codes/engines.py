@@ -46,9 +46,11 @@ CODES = (
         "GPS-907",
         "podman-export",
         "Podman's archive of the checkpoint is incomplete. The container continues, or can be restored "
-        "from Podman's own storage.",
-        "If the container has stopped: `podman container restore NAME`. Then try again; if the error "
-        "persists, report it with the versions of Podman and gpusnap.",
+        "from Podman's own storage. With `--leave-running` that happens if a file of the container becomes "
+        "shorter while Podman reads it: Podman omits all later files, and reports success.",
+        "If the container has stopped: `podman container restore NAME`. Then try again, without "
+        "`--leave-running` if the container often truncates its files. If the error persists, report it "
+        "with the versions of Podman and gpusnap.",
     ),
     ErrorCode(
         "GPS-908",

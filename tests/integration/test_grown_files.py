@@ -92,3 +92,20 @@ def test_in_a_directory_of_the_host(store: Store, tmp_path: Path) -> None:
     container.remove()
     log.write_text("line 1\n")
     assert "what a process has written to it is gone" in sentence(gpusnap("restore", "w"))
+
+
+def test_a_file_that_shrinks(store: Store) -> None:
+    """Podman leaves out all later files, logs it and succeeds: no such checkpoint is stored."""
+    script = (
+        "mkdir /f; (while :; do truncate -s 300M /f/a; sleep 0.02; truncate -s 1K /f/a; done) & "
+        f"echo kept >/f/b; exec {' '.join(GPUWORK_LINE)}"
+    )
+    container = Container.start("w", script=script)
+    # Podman may read it between two changes.
+    until(lambda: refused(gpusnap("checkpoint", "--leave-running", "w")), "a checkpoint that fails")
+    container.goes_on()
+
+
+def refused(done: Done) -> bool:
+    """Whether a checkpoint failed, for this reason."""
+    return bool(done.code) and "Podman's archive lacks files of the container" in sentence(done)

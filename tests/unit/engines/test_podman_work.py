@@ -75,6 +75,15 @@ def test_a_runtime_that_was_killed(fake: FakePodman, stderr: str) -> None:
     assert "gpusnap recover" in raised.value.hint
 
 
+def test_an_archive_that_is_cut_off(fake: FakePodman, tmp_path: Path) -> None:
+    """Podman only logs it, and succeeds; a restore would fail ("unexpected EOF")."""
+    fake.has()
+    fake.first("echo 'level=error msg=\"Cannot add /m/b: archive/tar: missed writing 7 bytes\"' >&2\n")
+    with pytest.raises(GpusnapError, match="lacks files of the container") as raised:
+        podman_work.checkpoint(FOUND, str(tmp_path / "out"), [])
+    assert raised.value.code == "GPS-907"
+
+
 @pytest.mark.parametrize("said", ["no space left on device", "disk quota exceeded"])
 def test_a_full_disk(fake: FakePodman, said: str) -> None:
     """Podman says only that; the hint is what to do."""
