@@ -25,7 +25,7 @@ from gpusnap.oci.base.files import open_below
 from gpusnap.runtime_shim.base.errors import ImageError, Refused, raise_as
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.bundle import binds
-from gpusnap.runtime_shim.runtime.criu.images.check import WrittenFile
+from gpusnap.runtime_shim.runtime.criu.images.written_file import WrittenFile
 from gpusnap.runtime_shim.snapshot.records import volumes
 
 _OVERLAYS = ("overlay", "fuse.fuse-overlayfs")

@@ -14,8 +14,8 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
-from gpusnap.runtime_shim.runtime.criu.images.check import WrittenFile
 from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
+from gpusnap.runtime_shim.runtime.criu.images.written_file import WrittenFile
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap

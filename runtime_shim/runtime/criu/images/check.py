@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import ImageError, raise_as
 from gpusnap.runtime_shim.runtime.criu.images import pagemap
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decode, kind_of
+from gpusnap.runtime_shim.runtime.criu.images.written_file import WrittenFile
 
 if TYPE_CHECKING:
     from gpusnap.oci.tar.compression import Readable
@@ -40,19 +40,6 @@ _MOST_PARENTS = 64
 _PIECE = 1 << 20
 _PAGE_SIZES = {"x86_64": (4096,)}
 _OTHER_PAGE_SIZES = (4096, 16384, 65536)
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """A regular file that a process had open for writing; at a restore CRIU wants it to have this size.
-
-    It does not check a file that was opened for appending only (criu/files-reg.c, should_check_size).
-    """
-
-    path: str
-    """In the container."""
-    size: int
-    """In bytes, at the dump."""
 
 
 def is_image(name: str) -> bool:

@@ -17,7 +17,7 @@ from gpusnap.runtime_shim.base.question_process import Companion
 from gpusnap.runtime_shim.records.manifest import DriverMount
 
 if TYPE_CHECKING:
-    from gpusnap.runtime_shim.runtime.criu.images.check import WrittenFile
+    from gpusnap.runtime_shim.runtime.criu.images.written_file import WrittenFile
 
 T = TypeVar("T")
 

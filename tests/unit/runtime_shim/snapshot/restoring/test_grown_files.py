@@ -10,7 +10,7 @@ import pytest
 from gpusnap.runtime_shim.base.errors import ImageError, Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.proc import Mount
-from gpusnap.runtime_shim.runtime.criu.images.check import WrittenFile
+from gpusnap.runtime_shim.runtime.criu.images.written_file import WrittenFile
 from gpusnap.runtime_shim.snapshot.restoring import grown_files
 from gpusnap.runtime_shim.snapshot.restoring.grown_files import OtherSize
 

@@ -14,8 +14,9 @@ from criu_images import CORE, INVENTORY, PAGE, encode_messages, entry, image, im
 
 from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.runtime.criu.images import messages, pycriu_package
-from gpusnap.runtime_shim.runtime.criu.images.check import WrittenFile, check
+from gpusnap.runtime_shim.runtime.criu.images.check import check
 from gpusnap.runtime_shim.runtime.criu.images.messages import kind_of
+from gpusnap.runtime_shim.runtime.criu.images.written_file import WrittenFile
 
 
 @pytest.fixture
