@@ -180,36 +180,53 @@ def _put_fifo(folder: int, name: str, entry: Entry) -> None:
 
 
 def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes], *, shared: bool) -> None:
+    if shared:
+        _put_shared_file(folder, name, entry, image)
+        return
     new = f".gpusnap-{os.getpid()}"
     with suppress(FileNotFoundError):
         os.unlink(new, dir_fd=folder)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(new, flags, 0o600, dir_fd=folder)
     try:
-        os.ftruncate(descriptor, entry.size)
-        with open(descriptor, "wb", closefd=False) as file:
-            for offset, length in entry.extents:
-                file.seek(offset)
-                for begin in range(0, length, BLOCK):
-                    data = image.read(min(BLOCK, length - begin))
-                    if len(data) < min(BLOCK, length - begin):
-                        raise ImageError(
-                            f"{IMAGE} ends within {entry.volume}/{entry.path}",
-                            hint="make a new checkpoint",
-                            code="GPS-601",
-                        )
-                    file.write(data)
-        _set_owner(descriptor, entry, 0o777)
-        if shared and _is_there(folder, name, descriptor, entry):
-            os.unlink(new, dir_fd=folder)
-        else:
-            os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+        _fill(descriptor, entry, image)
+        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
     except (OSError, GpusnapError):
         with suppress(OSError):
             os.unlink(new, dir_fd=folder)
         raise
     finally:
         os.close(descriptor)
+
+
+def _put_shared_file(folder: int, name: str, entry: Entry, image: IO[bytes]) -> None:
+    """The file has no name until it is complete: if this process is killed, no memory of the host is left."""
+    descriptor = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        _fill(descriptor, entry, image)
+        if not _is_there(folder, name, descriptor, entry):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, entry: Entry, image: IO[bytes]) -> None:
+    os.ftruncate(descriptor, entry.size)
+    with open(descriptor, "wb", closefd=False) as file:
+        for offset, length in entry.extents:
+            file.seek(offset)
+            for begin in range(0, length, BLOCK):
+                data = image.read(min(BLOCK, length - begin))
+                if len(data) < min(BLOCK, length - begin):
+                    raise ImageError(
+                        f"{IMAGE} ends within {entry.volume}/{entry.path}",
+                        hint="make a new checkpoint",
+                        code="GPS-601",
+                    )
+                file.write(data)
+    _set_owner(descriptor, entry, 0o777)
 
 
 def _is_there(folder: int, name: str, new: int, entry: Entry) -> bool:

@@ -354,6 +354,23 @@ def test_shared_memory_is_there(memory: Path, old: Path, image: Path, seen: Exit
     assert [each.name for each in memory.parent.iterdir()] == ["segment"]
 
 
+def test_killed_while_it_is_written(
+    memory: Path, old: Path, image: Path, seen: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left in the memory of the host."""
+    seen.close()
+    memory.unlink()
+    listed: list[list[str]] = []
+
+    def look(*_: object) -> None:
+        listed.append(os.listdir(memory.parent))
+
+    monkeypatch.setattr(volume_image, "_set_owner", look)
+    put_back_shared(image, old)
+    assert listed == [[]]
+    assert memory.read_text() == "then"
+
+
 def test_shared_memory_is_gone(memory: Path, old: Path, image: Path, seen: ExitStack) -> None:
     seen.close()
     memory.unlink()
