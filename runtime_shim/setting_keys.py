@@ -187,6 +187,7 @@ TABLE: dict[str, Key] = {
     "memory.keep-folder": Key(_folder),
     "criu.link-remap": Key(_boolean, annotation=True, parse=_parse_boolean),
     "criu.ghost-limit": Key(_size, annotation=True),
+    "criu.cut-files": Key(_boolean, annotation=True, parse=_parse_boolean),
     "criu.timeout": Key(_make_whole_check(1, 86400), annotation=True, parse=_parse_whole),
     "criu.skip-in-flight": Key(_boolean, annotation=True, parse=_parse_boolean),
     "criu.tcp-close": Key(_boolean, annotation=True, parse=_parse_boolean),

@@ -71,6 +71,9 @@ class Criu:
     ghost_limit: int = 300 << 20
     """Largest deleted but open file, in bytes, that CRIU includes, and that gpusnap includes from a pod's
     emptyDir or /dev/shm; PyTorch uses such files for shared memory."""
+    cut_files: bool = False
+    """At a restore, cut files in volumes and directories of the host that processes have open for writing,
+    and that have grown since the checkpoint. What was written to them since is lost. false: it is refused."""
     timeout: int = 60
     """Seconds that CRIU may take to stop the container's tasks."""
     skip_in_flight: bool = True

@@ -215,15 +215,17 @@ CODES = (
         "since. Nothing was changed. Files that are open for appending only, as most logs are, may grow.",
         "If the file has grown, the message has the command that cuts it to its size at the checkpoint. What "
         "was written since is lost with that, so copy the file first if you need it; the restored program "
-        "writes on from there. If the file is shorter, put it back as it was. To have no such file, let the "
-        "program open its logs for appending, or close its files between writes.",
+        "writes on from there. The setting `criu.cut-files`, or the container's annotation "
+        "`io.gpusnap.criu.cut-files=true`, has gpusnap do it. If the file is shorter, put it back as it was. "
+        "To have no such file, let the program open its logs for appending, or close its files between writes.",
     ),
     ErrorCode(
         "GPS-528",
         "file-cut",
         "A note, not an error: the container is restored. With `--leave-running`, the engine reads the "
         "container's changed files after it has continued. A file that a process had open for writing was "
-        "longer by then than the process knows, and was cut to its size at the dump.",
+        "longer by then than the process knows, and was cut to its size at the dump. With `criu.cut-files`, "
+        "so are files in volumes and directories of the host. Podman does not pass this note on.",
         "Nothing, for a file that is only written to at its end. A program that also changes a file before "
         "its end, such as a database, may find newer data there: checkpoint it without `--leave-running`, "
         "or keep the file in a volume and restore that together with the memory. See "

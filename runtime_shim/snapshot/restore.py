@@ -110,13 +110,12 @@ def _prepare_files(job: RestoreJob, config: dict[str, Any]) -> None:
     if job.written:
         what = "the files that the container had open for writing"
         found = image_process.ask(what, grown_files.find, job.written, config, folder)
-    grown_files.check(found)
+    grown_files.check(found, may_cut=job.settings.criu.cut_files)
     volumes.put_back(str(job.call.images(job.real.kind)), config, folder)
     if cut := grown_files.cut(found):
         more = f", and {len(cut) - 1} more of its files" if len(cut) > 1 else ""
         note(
-            f"{cut[0]} of the container{more} had grown when the engine read it, and is cut to its size at "
-            "the checkpoint",
+            f"{cut[0]} of the container{more} had grown since the checkpoint, and is cut to its size then",
             code="GPS-528",
         )
 

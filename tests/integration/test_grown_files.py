@@ -94,6 +94,22 @@ def test_in_a_directory_of_the_host(store: Store, tmp_path: Path) -> None:
     assert "what a process has written to it is gone" in sentence(gpusnap("restore", "w"))
 
 
+def test_with_the_setting(store: Store, tmp_path: Path) -> None:
+    """As for a file of the container's own."""
+    log = tmp_path / "data/log"
+    log.parent.mkdir()
+    annotation = ("--annotation", "io.gpusnap.criu.cut-files=true")
+    container = start("/data/log", "-v", f"{log.parent}:/data", *annotation)
+    checkpoint("store", tmp_path)
+    before = whole(log)
+    until(lambda: whole(log) > before + 5, "it writes on")
+    container.remove()
+    good(gpusnap("restore", "w"))
+    container.goes_on()
+    before = whole(log)
+    until(lambda: whole(log) > before + 5, "it writes on")
+
+
 def test_a_file_that_shrinks(store: Store) -> None:
     """Podman leaves out all later files, logs it and succeeds: no such checkpoint is stored."""
     script = (

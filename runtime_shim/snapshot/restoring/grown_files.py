@@ -7,7 +7,8 @@ size"), unless it was opened for appending only. There are two reasons for anoth
   What the restored container has in its own file system is newer than its memory. Nobody else uses that copy,
   and the checkpoint still has it, so gpusnap cuts the file to its size at the dump.
 - A volume or a directory of the host, which is in no checkpoint: the container went on to write there, and
-  ended later. What it wrote since would be lost, so gpusnap says how to cut the file, and does nothing.
+  ended later. What it wrote since would be lost, so gpusnap says how to cut the file, and does so only with
+  the setting criu.cut-files.
 
 A file that is shorter than it was lacks bytes that the process has written, so there is nothing to restore.
 """
@@ -73,8 +74,8 @@ def find(written: Iterable[WrittenFile], config: Mapping[str, Any], bundle: str)
     return tuple(found.values())
 
 
-def check(found: Iterable[OtherSize]) -> None:
-    """Raise Refused if a file is not as it was, and may not be cut."""
+def check(found: Iterable[OtherSize], *, may_cut: bool) -> None:
+    """Raise Refused if a file is not as it was, and may not be cut. `may_cut`: those of the host, too."""
     short = next((each for each in found if each.size < each.file.size), None)
     if short is not None:
         raise Refused(
@@ -83,7 +84,7 @@ def check(found: Iterable[OtherSize]) -> None:
             hint="put the file back as it was, or use another checkpoint",
             code="GPS-527",
         )
-    grown = [each for each in found if not each.own]
+    grown = [] if may_cut else [each for each in found if not each.own]
     if not grown:
         return
     first, others = grown[0], len(grown) - 1
@@ -99,7 +100,7 @@ def check(found: Iterable[OtherSize]) -> None:
 
 
 def cut(found: Iterable[OtherSize]) -> tuple[str, ...]:
-    """Cut files of the container's own to their size at the dump; return their names in the container.
+    """Cut files to their size at the dump; return their names in the container.
 
     Raises ImageError.
     """

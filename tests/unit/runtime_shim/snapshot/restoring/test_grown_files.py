@@ -47,7 +47,7 @@ def found(bundle: Path, path: str, size: int) -> tuple[OtherSize, ...]:
 def test_in_its_own_file_system(bundle: Path) -> None:
     """Cut to what the process knows of; nothing to do if it has that size."""
     grown = found(bundle, "/log", 4)
-    grown_files.check(grown)
+    grown_files.check(grown, may_cut=False)
     assert grown_files.cut(grown) == ("/log",)
     assert (bundle / "rootfs/log").read_text() == "0123"
     assert found(bundle, "/log", 4) == ()
@@ -56,7 +56,7 @@ def test_in_its_own_file_system(bundle: Path) -> None:
 def test_a_root_that_is_a_directory_of_the_host(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proc, "mounts", lambda pid: ())
     with pytest.raises(Refused, match=r"rootfs/log, which the container has open for writing as /log"):
-        grown_files.check(found(bundle, "/log", 4))
+        grown_files.check(found(bundle, "/log", 4), may_cut=False)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,17 @@ def test_a_root_that_is_a_directory_of_the_host(bundle: Path, monkeypatch: pytes
 def test_of_the_host(bundle: Path, path: str, here: str) -> None:
     """gpusnap removes nothing there; the message has what to do."""
     with pytest.raises(Refused) as refused:
-        grown_files.check(found(bundle, path, 4))
+        grown_files.check(found(bundle, path, 4), may_cut=False)
     said = refused.value.sentence()
     assert (
         f"{bundle / here}, which the container has open for writing as {path}, has grown from 4 to 10" in said
     )
     assert said.endswith(f"then: truncate --size 4 {bundle / here} [GPS-527]")
     assert (bundle / here).read_text() == "0123456789"
+    grown = found(bundle, path, 4)
+    grown_files.check(grown, may_cut=True)
+    assert grown_files.cut(grown) == (path,)
+    assert (bundle / here).read_text() == "0123"
 
 
 def test_many_of_the_host(bundle: Path) -> None:
@@ -81,7 +85,7 @@ def test_many_of_the_host(bundle: Path) -> None:
         (bundle / f"volume/a b{number}").write_text("0123456789")
         files.append(WrittenFile(f"/data/a b{number}", number))
     with pytest.raises(Refused, match="and so have 4 other files") as refused:
-        grown_files.check(grown_files.find(files, configuration(bundle), str(bundle)))
+        grown_files.check(grown_files.find(files, configuration(bundle), str(bundle)), may_cut=False)
     assert refused.value.hint.count("truncate --size") == 3
     assert f"truncate --size 1 '{bundle}/volume/a b1' && " in refused.value.hint
 
@@ -89,7 +93,7 @@ def test_many_of_the_host(bundle: Path) -> None:
 @pytest.mark.parametrize("path", ["/log", "/data/inner/log"])
 def test_shorter(bundle: Path, path: str) -> None:
     with pytest.raises(Refused, match=r"had 11 bytes at the checkpoint, and .* has 10"):
-        grown_files.check(found(bundle, path, 11))
+        grown_files.check(found(bundle, path, 11), may_cut=True)
 
 
 @pytest.mark.parametrize(
