@@ -196,7 +196,7 @@ CODES = (
         "Run `sync -f FILE` on this host; if that fails, see `dmesg`. Then checkpoint the container again.",
     ),
     ErrorCode(
-        "GPS-526",
+        "GPS-527",
         "shared-memory-in-use",
         "The container shares /dev/shm with the host (`--ipc=host`), with its pod or with another container, "
         "and a process of it had a file there open. Now there is another file of this name, which a running "
@@ -207,7 +207,7 @@ CODES = (
         "docs/podman.md#shared-memory.",
     ),
     ErrorCode(
-        "GPS-527",
+        "GPS-528",
         "file-changed",
         "A process of the container had a file open for writing, and the file has another size than at the "
         "checkpoint, so CRIU does not restore the process. The file is in a volume or in a directory of the "
@@ -217,10 +217,10 @@ CODES = (
         "was written since is lost with that, so copy the file first if you need it; the restored program "
         "writes on from there. The setting `criu.cut-files`, or the container's annotation "
         "`io.gpusnap.criu.cut-files=true`, has gpusnap do it. If the file is shorter, put it back as it was. "
-        "To have no such file, let the program open its logs for appending, or close its files between writes.",
+        "To have no such file, let the program open its logs for appending, or close its files after writing.",
     ),
     ErrorCode(
-        "GPS-528",
+        "GPS-529",
         "file-cut",
         "A note, not an error: the container is restored. With `--leave-running`, the engine reads the "
         "container's changed files after it has continued. A file that a process had open for writing was "

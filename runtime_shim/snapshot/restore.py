@@ -116,7 +116,7 @@ def _prepare_files(job: RestoreJob, config: dict[str, Any]) -> None:
         more = f", and {len(cut) - 1} more of its files" if len(cut) > 1 else ""
         note(
             f"{cut[0]} of the container{more} had grown since the checkpoint, and is cut to its size then",
-            code="GPS-528",
+            code="GPS-529",
         )
 
 

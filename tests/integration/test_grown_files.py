@@ -79,10 +79,10 @@ def test_in_a_directory_of_the_host(store: Store, tmp_path: Path) -> None:
     text, size = log.read_text(), log.stat().st_size
     said = sentence(gpusnap("restore", "w"))
     assert f"{log}, which the container has open for writing as /data/the log, has grown from" in said
-    assert said.endswith("[GPS-527]")
+    assert said.endswith("[GPS-528]")
     assert log.read_text() == text
     assert podman("container", "exists", "w").code == 1
-    (command,) = re.findall(r"then: (truncate --size .*) \[GPS-527\]", said)
+    (command,) = re.findall(r"then: (truncate --size .*) \[GPS-528\]", said)
     subprocess.run(["sh", "-c", command], check=True)
     assert log.stat().st_size < size
     good(gpusnap("restore", "w"))

@@ -252,7 +252,7 @@ def _make_other_error(entry: Entry, what: str) -> Refused:
         f"the checkpoint has {entry.volume}/{entry.path} open, in memory that is shared with this host or "
         f"with another container; the file that is there now {what}",
         hint="end the programs that use it, or restore the container on another host",
-        code="GPS-526",
+        code="GPS-527",
     )
 
 

@@ -82,7 +82,7 @@ def check(found: Iterable[OtherSize], *, may_cut: bool) -> None:
             f"{short.file.path} of the container had {short.file.size} bytes at the checkpoint, and "
             f"{short.path} has {short.size}: what a process has written to it is gone",
             hint="put the file back as it was, or use another checkpoint",
-            code="GPS-527",
+            code="GPS-528",
         )
     grown = [] if may_cut else [each for each in found if not each.own]
     if not grown:
@@ -95,7 +95,7 @@ def check(found: Iterable[OtherSize], *, may_cut: bool) -> None:
         f"{first.file.size} to {first.size} bytes since the checkpoint{more}; the checkpoint does not "
         "contain it",
         hint=f"to continue as of the checkpoint, keep a copy if you need what was written since, then: {cut}",
-        code="GPS-527",
+        code="GPS-528",
     )
 
 

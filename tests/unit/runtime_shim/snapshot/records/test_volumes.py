@@ -405,7 +405,7 @@ def test_shared_memory_is_of_another(memory: Path, old: Path, image: Path, seen:
     before = memory.stat().st_ino
     with pytest.raises(Refused, match="segment open, in memory that is shared with this host") as refused:
         put_back_shared(image, old)
-    assert refused.value.code == "GPS-526"
+    assert refused.value.code == "GPS-527"
     assert memory.stat().st_ino == before
     assert [each.name for each in memory.parent.iterdir()] == ["segment"]
 

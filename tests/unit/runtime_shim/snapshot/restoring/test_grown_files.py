@@ -70,7 +70,7 @@ def test_of_the_host(bundle: Path, path: str, here: str) -> None:
     assert (
         f"{bundle / here}, which the container has open for writing as {path}, has grown from 4 to 10" in said
     )
-    assert said.endswith(f"then: truncate --size 4 {bundle / here} [GPS-527]")
+    assert said.endswith(f"then: truncate --size 4 {bundle / here} [GPS-528]")
     assert (bundle / here).read_text() == "0123456789"
     grown = found(bundle, path, 4)
     grown_files.check(grown, may_cut=True)
