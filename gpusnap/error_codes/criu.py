@@ -196,6 +196,17 @@ CODES = (
         "Run `sync -f FILE` on this host; if that fails, see `dmesg`. Then checkpoint the container again.",
     ),
     ErrorCode(
+        "GPS-526",
+        "cgroup-in-use",
+        "Another container runs in the cgroup that the restored one would get, or is being restored into "
+        "it. `ctr container restore` gives a container the cgroup of the checkpointed one, also under "
+        "another name. Two containers in one cgroup are paused together, and some commands that end one of "
+        "them end both: `ctr task rm --force`, and with crun each removal, also that of a restore that "
+        "failed. Nothing was changed.",
+        "Remove the container that runs there, then restore. Of two restores at the same time, start one "
+        "when the other has ended.",
+    ),
+    ErrorCode(
         "GPS-527",
         "shared-memory-in-use",
         "The container shares /dev/shm with the host (`--ipc=host`), with its pod or with another container, "
@@ -217,7 +228,7 @@ CODES = (
         "was written since is lost with that, so copy the file first if you need it; the restored program "
         "writes on from there. The setting `criu.cut-files`, or the container's annotation "
         "`io.gpusnap.criu.cut-files=true`, has gpusnap do it. If the file is shorter, put it back as it was. "
-        "To have no such file, let the program open its logs for appending, or close its files after writing.",
+        "To have no such file, let the program open its logs for appending, or close its files in time.",
     ),
     ErrorCode(
         "GPS-529",

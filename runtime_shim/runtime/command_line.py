@@ -65,6 +65,14 @@ class Call:
     empty_ns: tuple[str, ...] = ()
 
 
+def _make_absolute(path: str) -> Path:
+    """Return a path as seen from the current directory, which an engine may have removed meanwhile.
+
+    Raises OSError if it was removed and the path is relative.
+    """
+    return Path(path) if path.startswith("/") else Path.cwd() / path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCall(Call):
     """`checkpoint [options] ID`."""
@@ -78,11 +86,11 @@ class CheckpointCall(Call):
 
     def images(self) -> Path:
         """The image directory, absolute: by default `checkpoint` in the current directory."""
-        return Path.cwd() / (self.image_path or "checkpoint")
+        return _make_absolute(self.image_path or "checkpoint")
 
     def work(self) -> Path | None:
         """The directory for CRIU's logs, absolute; None for the runtime's default."""
-        return Path.cwd() / self.work_path if self.work_path else None
+        return _make_absolute(self.work_path) if self.work_path else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +113,7 @@ class RestoreCall(Call):
 
     def bundle_dir(self) -> Path:
         """The bundle, absolute; the current directory by default."""
-        return Path.cwd() / (self.bundle or "")
+        return _make_absolute(self.bundle or "")
 
     def images(self, kind: str = "runc") -> Path:
         """The image directory, absolute, as a runtime of that kind finds it.
@@ -116,7 +124,7 @@ class RestoreCall(Call):
         """
         if self.image_path or kind == "crun":
             return self.bundle_dir() / (self.image_path or "checkpoint")
-        return Path.cwd() / "checkpoint"
+        return _make_absolute("checkpoint")
 
     def work(self) -> Path | None:
         """The directory for CRIU's logs, absolute; None for the runtime's default."""

@@ -200,6 +200,16 @@ def frozen_group(pid: int, container_id: str) -> str | None:
     return next(filter(cgroup_freezer.is_frozen, _groups(pid, container_id, tops[0])), None) if tops else None
 
 
+def list_in_cgroup(path: str) -> tuple[proc.Process, ...]:
+    """Return the processes in the cgroup (version 2) with that path and in those below it, by PID.
+
+    Without processes that are about to end. Raises GpusnapError.
+    """
+    tops = _list_mounted()
+    pids = set(cgroup_freezer.members(f"{tops[0].rstrip('/')}{path}")) if tops else set()
+    return _list_listed(pid for pid in pids if not proc.is_dying(pid))
+
+
 def cgroup_folder(pid: int) -> str | None:
     """Return the directory of the cgroup (version 2) of a process; None if there is none."""
     tops, path = _list_mounted(), proc.cgroups(pid).get("")

@@ -61,6 +61,7 @@ from gpusnap.runtime_shim.snapshot.restoring.job import RestoreJob
 from gpusnap.runtime_shim.snapshot.restoring.plan import plan
 from gpusnap.runtime_shim.snapshot.restoring.record import Stage
 
+_FEW = 3  # processes that a message names
 TIMING = "gpusnap-restore.json"
 """The name of the file in the work directory with the times of the steps, like the manifest's timing."""
 
@@ -91,6 +92,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
             _refuse_existing(job)
             _refuse_waiting(job)
             _begin(job, config)
+            _refuse_used_cgroup(job)
             plan(job, config)
         with transaction.step("volumes"):
             _prepare_files(job, config)
@@ -194,6 +196,31 @@ def _refuse_existing(job: RestoreJob) -> None:
         f"engine was killed during the restore): {ends}",
         code="GPS-508",
     )
+
+
+def _refuse_used_cgroup(job: RestoreJob) -> None:
+    """Refuse if another container is in the cgroup, or is being restored into it.
+
+    `ctr container restore` under another name keeps the cgroup of the checkpointed container. Whatever ends
+    all processes of the one then ends the other, too, such as `crun delete --force` after a failed restore.
+    Only a path is the same cgroup for everybody. Restores at the same time may both be refused.
+    """
+    assert job.entry is not None
+    assert job.entry.place is not None
+    group = job.entry.place.group
+    if not group.strip("/") or not group.startswith("/"):
+        return
+    others = [each for each in restore_record.entries({}) if each.key != job.key and each.at_work]
+    names = [f"container {each.container}" for each in others if each.place and each.place.group == group]
+    names += [f"process {each.pid} ({each.comm})" for each in containers.list_in_cgroup(group)]
+    if names:
+        raise Refused(
+            f"the cgroup {group}, which is also that of container {job.call.container_id}, is used by "
+            f"{', '.join(names[:_FEW])}: what ends one of two containers in a cgroup may end both",
+            hint="remove the container there, or wait until its own restore has ended; if no engine knows "
+            "it, run gpusnap recover",
+            code="GPS-526",
+        )
 
 
 def _refuse_waiting(job: RestoreJob) -> None:

@@ -106,6 +106,19 @@ def test_container_checkpoint_and_restore(server: Containerd, work: Work) -> Non
     nothing_left()
 
 
+@pytest.mark.parametrize(("real", "pages"), [("crun", "chunks")], indirect=True)
+def test_restore_beside_the_first(server: Containerd, work: Work) -> None:
+    """ctr gives it the cgroup of the first, which would end with it: it is refused, and the first runs on."""
+    server.ctr("container", "checkpoint", "--task", "--image", "work", "localhost/checkpoint:1")
+    faults("restore result=CUDA_ERROR_UNKNOWN")
+    done = server.ctr("container", "restore", "--live", "second", "localhost/checkpoint:1", check=False)
+    assert done.returncode != 0
+    assert "the cgroup /default/work, which is also that of container second, is used by" in done.stderr
+    assert "GPS-526" in done.stderr
+    work.goes_on()
+    nothing_left()
+
+
 @pytest.mark.skipif(
     "freezer" not in Path("/proc/self/cgroup").read_text(), reason="no version 1 of the cgroups is here"
 )

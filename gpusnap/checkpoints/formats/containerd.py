@@ -164,6 +164,12 @@ def load(
     walked.found.pop(root.digest, None)
     base = next((each for each in index.manifests if is_document(each)), None)
     image = Image(root, document, criu[0], tuple(walked.found.values()), base, index.annotations)
+    if base is not None and not image.base_name:
+        raise ImageError(
+            f"{where} does not name its base image, so no engine can restore it",
+            hint="ctr task checkpoint makes such images; make one with ctr container checkpoint --task",
+            code="GPS-605",
+        )
     if base is not None and not is_name(image.base_name):
         raise LayoutError(f"the index {root.digest} has a base image without a valid name")
     return image

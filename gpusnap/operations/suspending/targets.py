@@ -84,7 +84,8 @@ def find_suspended(name: str, asked: podman.Inspection) -> Suspension:
         return some[0]
     if some:
         raise GpusnapError(
-            f"several suspended containers are named {name}", hint="give the ID: gpusnap ps lists them"
+            f"several suspended containers are named {name}",
+            hint=f"give one of these: {', '.join(map(_choose_word, some))}",
         )
     there = None
     with suppress(GpusnapError):
@@ -120,6 +121,11 @@ def _select_called(found: Sequence[Suspension], name: str, asked: podman.Inspect
 
 def _words(found: Suspension) -> tuple[str, ...]:
     return found.name, found.container, f"{found.namespace}/{found.name}"
+
+
+def _choose_word(found: Suspension) -> str:
+    """Return the word that means this one alone: an ID is unique only in its namespace of containerd."""
+    return f"{found.namespace}/{found.name}" if found.engine == _CONTAINERD else found.container
 
 
 def engine_of(found: Suspension) -> Engine:

@@ -4,10 +4,10 @@ Both carry the mark of the process that made them, its PID, start time and PID n
 names, and the runtime in the environment, where CRIU_CONFIG_FILE names one of these files. CRIU writes its
 title over its environment (criu/setproctitle.c): "criu: restore --rpc -D DIR", where DIR is a directory of
 gpusnap with the mark in its name (runtime/criu/images/overlay.py), or "criu: dump --rpc -t PID -D DIR", where
-DIR is that of the checkpoint, which has no mark (criu/cr-service.c). The processes that CRIU makes have this
-title too, until they have their own memory back; then they no longer match. Any user can give a process such
-a title or environment, so it counts only if the process belongs to gpusnap's own user, or is in a user
-namespace that this user has made.
+DIR is that of the checkpoint, which has no mark (criu/cr-service.c). The titles of CRIU 4.2 end before " -D";
+but CRIU has DIR open. The processes that CRIU makes have this title too, and DIR open, until they have their
+own memory back; then they no longer match. Any user can give a process such a title or environment, so it
+counts only if the process belongs to gpusnap's own user, or is in a user namespace that this user has made.
 """
 
 from __future__ import annotations
@@ -102,13 +102,19 @@ def _has(pid: int, mark: str, image: str) -> bool:
     if os.path.basename(proc.environment(pid).get(CONFIG, "")).startswith(f"gpusnap-criu-{mark}-"):
         return True
     title = (proc.command(pid) or ("",))[0]
-    # The first path only: any process may give itself a title, and one that lists many belongs to nobody.
-    folder = f"{scratch()}/gpusnap-images-{mark}-"
-    if image and title.startswith("criu: dump "):
+    if not title.startswith("criu: "):
+        return False
+    dumps = bool(image) and title.startswith("criu: dump ")
+    if dumps:
         # The title is cut off where the environment ended.
         path = title.partition(" -D ")[2]
-        return path == image or (len(path) >= _SURE and image.startswith(path))
-    return title.startswith("criu: ") and title.startswith(folder, title.find("/"))
+        if path == image or (len(path) >= _SURE and image.startswith(path)):
+            return True
+    # The first path only: any process may give itself a title, and one that lists many belongs to nobody.
+    folder = f"{scratch()}/gpusnap-images-{mark}-"
+    if title.startswith(folder, title.find("/")):
+        return True
+    return any((dumps and path == image) or path.startswith(folder) for _, path in proc.open_files(pid))
 
 
 def let_end(

@@ -37,6 +37,8 @@ _Found = TypeVar("_Found")
 # before the driver calls it a CUDA process, and what podman exec starts joins one namespace after another.
 _STARTING = 1.0
 _RING = "anon_inode:[io_uring]"
+# In the path of a bundle of containerd's, whatever its state directory is (core/runtime/v2/bundle.go).
+_OF_CONTAINERD = "/io.containerd.runtime.v2.task/"
 _OWN_NAMESPACE = "run the container with its own PID namespace"
 _IP = "CR_IP_TOOL"  # the environment variable of CRIU that names another program than ip
 # The name that crun gives to dlopen(3) (src/libcrun/criu.c, load_wrapper), or that it is linked with.
@@ -64,6 +66,12 @@ def refuse_options(wanted: CheckpointCall, container: Container) -> None:
             hint="unpause it first; containerd itself pauses containers for a checkpoint: run it in "
             "its own version 2 cgroup",
             code="GPS-203",
+        )
+    if wanted.image_path and not wanted.image_path.startswith("/") and _OF_CONTAINERD in container.bundle:
+        raise Refused(
+            f"the checkpoint of container {container.id} would be in {container.bundle}, which containerd "
+            "removes with the task, because the path of its directory is relative",
+            hint='give an absolute path, such as --image-path "$PWD/DIR"',
         )
     for name, given in (("--pre-dump", wanted.pre_dump), ("--lazy-pages", wanted.lazy_pages)):
         if given:

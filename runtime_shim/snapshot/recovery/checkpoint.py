@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -37,7 +37,7 @@ from gpusnap.runtime_shim.snapshot.memory.destination import (
 )
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.records.journal import Entry
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
 from gpusnap.runtime_shim.snapshot.recovery import held_threads, network_lock
 from gpusnap.runtime_shim.snapshot.recovery.bring_back import bring_back, list_alive
 
@@ -112,9 +112,10 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     for process in list_alive(entry)[:1]:
         network_lock.remove_left_lock(process.pid, entry.key)
     there = bring_back(entry, driver, settings, let_go)
+    goes_on = "continues to run" if let_go is None else "stays paused"
     _check_image_is_mounted(entry, runs=bool(there) or not entry.processes)
     if there:
-        said = "running: " + " ".join(str(process.pid) for process in there)
+        said = _describe_alive(there, paused=let_go is not None)
         if entry.left_stopped:
             said += "; gpusnap ls shows whether its checkpoint was stored before"
         if entry.left_stopped and not _is_shared(entry):
@@ -129,10 +130,10 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         if entry.left_stopped:
             said = "it was ended while it was frozen; gpusnap ls shows whether its checkpoint was stored"
     elif _has_manifest(entry, settings):
-        said = f"it continues to run, and the checkpoint in {entry.image} is complete"
+        said = f"it {goes_on}, and the checkpoint in {entry.image} is complete"
     else:
         _take_back(entry, settings)
-        said = "it continues to run, and its checkpoint failed"
+        said = f"it {goes_on}, and its checkpoint failed"
     transfer.remove_staged(entry.key)
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
@@ -176,7 +177,18 @@ def _let_go_of_resumed(
     suspended_memory.free(entry.key)
     if not there:
         return "it has exited, and nothing is left of it"
-    return "running: " + " ".join(str(process.pid) for process in there)
+    return _describe_alive(there, paused=let_go is not None)
+
+
+def _describe_alive(there: Sequence[JournalProcess], *, paused: bool) -> str:
+    """Say which processes have their GPU state again, and whether they run.
+
+    Only the engine resumes a container that it has paused. If its client was killed, nobody asks it to.
+    """
+    pids = " ".join(str(process.pid) for process in there)
+    if not paused:
+        return f"running: {pids}"
+    return f"paused, as before: {pids}; its engine can resume it (podman unpause, ctr task resume)"
 
 
 def _finish(entry: Entry, settings: Memory) -> str:

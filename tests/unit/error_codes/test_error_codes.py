@@ -110,6 +110,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-523": "memory-not-copied",
     "GPS-524": "stopped-by-a-signal",
     "GPS-525": "open-files-not-on-disk",
+    "GPS-526": "cgroup-in-use",
     "GPS-527": "shared-memory-in-use",
     "GPS-528": "file-changed",
     "GPS-529": "file-cut",

@@ -87,6 +87,11 @@ WRONG: dict[str, tuple[Callable[[Made], object], type[Exception], str]] = {
         "is not a digest",
     ),
     "a negative size": (lambda made: made.member("options").update(size=-1), LayoutError, "is invalid: -1"),
+    "an image of ctr task checkpoint": (
+        lambda made: made.index.update(annotations={}),
+        ImageError,
+        "does not name its base image",
+    ),
     "a name that is none": (
         lambda made: made.index.update(annotations={containerd.REF_NAME: "--help x"}),
         LayoutError,

@@ -329,6 +329,17 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dataclasses.replace(checkpoint, work_path="w").work() == tmp_path / "w"
 
 
+def test_a_current_directory_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """containerd has its runtime work in the bundle, and removes that with the pod: absolute paths count."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    call = RestoreCall(container_id="c", bundle="/b", image_path="/i", work_path="/w")
+    assert (call.bundle_dir(), call.images(), call.work()) == (Path("/b"), Path("/i"), Path("/w"))
+    assert CheckpointCall(container_id="c", image_path="/i").images() == Path("/i")
+
+
 @pytest.mark.parametrize(
     ("line", "probed"),
     [

@@ -19,6 +19,7 @@ from criu_images import CORE, INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOverMemory, Scene, a_manifest, gpu, uuid, wait_for
 
 from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.gpu.api.driver import Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed
@@ -27,6 +28,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import restore
@@ -40,6 +42,7 @@ from gpusnap.runtime_shim.snapshot.restoring import gpus as restore_gpus
 from gpusnap.runtime_shim.snapshot.restoring import plan as restore_plan
 from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 from gpusnap.runtime_shim.snapshot.restoring.job import RestoreJob
+from gpusnap.runtime_shim.snapshot.restoring.place import Place
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 
@@ -285,6 +288,64 @@ def test_a_container_that_exists(scene: Scene) -> None:
     scene.runtime.knows(scene.state(status="stopped"), [*scene.family.pids])
     assert f"the container {scene.state()['id']} already exists, and it is stopped" in refused(scene)
     assert proc.is_running(scene.family.init)
+
+
+def test_a_bundle_that_is_removed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """containerd removes it with a pod, and the runtime works in it: that is said, and nothing is done."""
+    suspended(scene)
+    monkeypatch.chdir(scene.bundle)
+    shutil.rmtree(scene.bundle)
+    sentence = refused(scene)
+    assert "config.json cannot be read" in sentence
+    assert "internal error" not in sentence
+
+
+@pytest.fixture
+def cgroup(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the processes of the cgroup in which the container is to be restored."""
+    path = scene.bundle / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"linux": {"cgroupsPath": "/default/w"}}))
+    top = scene.folder / "cgroups"
+    monkeypatch.setattr(containers, "_list_mounted", lambda: [str(top)])
+    found = top / "default/w/cgroup.procs"
+    found.parent.mkdir(parents=True)
+    found.write_text("")
+    return found
+
+
+def test_a_cgroup_of_another_container(scene: Scene, cgroup: Path) -> None:
+    """What runs there would end with a restore that fails, and stays as it is."""
+    suspended(scene)
+    cgroup.write_text(f"{os.getpid()}\n")
+    sentence = refused(scene)
+    assert f"the cgroup /default/w, which is also that of container {ID}, is used by process" in sentence
+    assert "[GPS-526]" in sentence
+    assert not journal.list_noted(restore_record.KIND)
+    cgroup.write_text("")
+    assert scene.restore("--detach").code == 0
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+def test_another_restore_into_the_cgroup(scene: Scene, cgroup: Path, at_work: bool) -> None:
+    """It has no process yet. One that was killed is none of ours, and keeps nobody from a restore."""
+    suspended(scene)
+    bundle = str(scene.bundle)
+    other = restore_record.Restore(
+        key=container_key.key("/run/other", "first"),
+        image=str(scene.image),
+        owner=state_files.owner() if at_work else (os.getpid(), 1),
+        command=(),
+        bundle=bundle,
+        pid_file="",
+        detach=True,
+        processes=(),
+        place=Place.from_config({"linux": {"cgroupsPath": "/default/w"}}, bundle, "first"),
+    )
+    restore_record.write(other)
+    if at_work:
+        assert "is used by container first:" in refused(scene)
+    else:
+        assert scene.restore("--detach").code == 0
 
 
 def test_whether_there_is_one_is_open(scene: Scene) -> None:

@@ -66,6 +66,26 @@ def test_the_criu_of_a_dump(tmp_path: Path) -> None:
                 criu.kill()
 
 
+@pytest.mark.parametrize("command", ["dump --rpc -t 5", "restore --rpc"])
+def test_a_title_without_a_directory(folder: Path, tmp_path: Path, command: str) -> None:
+    """CRIU 4.2's: it is found by the directory that it has open, and so are the processes that it makes."""
+    image = tmp_path / "checkpoint"
+    ours = folder / f"{scratch_files.prefix('images')}abc"
+    theirs = folder / "gpusnap-images-1.1.1-abc"
+    dumps = command.startswith("dump")
+    for place, found in ((image, dumps), (ours, True), (theirs, False)):
+        place.mkdir()
+        title = f"criu: {command}"
+        opened = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        with subprocess.Popen([title, "600"], executable="/bin/sleep", pass_fds=(opened,)) as criu:
+            os.close(opened)
+            try:
+                wait_for(lambda pid=criu.pid, is_=title: proc.command(pid)[:1] == (is_,), "its title")  # type: ignore[misc]
+                assert scratch_files.children(own(), str(image)) == ((criu.pid,) if found else ()), place
+            finally:
+                criu.kill()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes processes of another user")
 @pytest.mark.parametrize("before", [(), ("unshare", "-r")], ids=["", "namespace"])
 def test_children_of_another_user(before: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,6 +194,22 @@ def test_options_that_cannot_work(call: CheckpointCall, named: str) -> None:
     with pytest.raises(Refused, match=named) as caught:
         preflight.refuse_options(call, CONTAINER)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("path", "bundle", "refused"),
+    [
+        ("images", "/run/containerd/io.containerd.runtime.v2.task/default/w", True),
+        ("/var/images", "/run/containerd/io.containerd.runtime.v2.task/default/w", False),
+        ("images", "/b", False),
+        (None, "/b", False),
+    ],
+)
+def test_a_relative_path(path: str | None, bundle: str, refused: bool) -> None:
+    """containerd's shim works in the bundle, which goes with the task; elsewhere it is as asked for."""
+    container = Container("c0ffee", 1, "running", bundle, {})
+    with pytest.raises(Refused, match=f"would be in {bundle}") if refused else nullcontext():
+        preflight.refuse_options(CheckpointCall(container_id="c0ffee", image_path=path), container)
 
 
 def test_paused() -> None:

@@ -138,7 +138,8 @@ def test_gpu_state_comes_back(cell: Cell, tmp_path: Path, *, thawed: bool) -> No
     driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
     seen: list[bool] = []
     driver.when("restore", lambda _: seen.append(not cell.frozen() and all(map(proc.is_halted, cell.pids))))
-    assert recover(entry, driver, Memory()) == f"running: {cell.pids[0]}"
+    said = recover(entry, driver, Memory())
+    assert said.startswith(f"paused, as before: {cell.pids[0]}; its engine can resume it")
     assert seen == [True]
     assert driver.states[cell.pids[0]] is ProcessState.RUNNING
     assert journal.read(ID) is None
