@@ -67,7 +67,7 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
 )
 
 # With these errors, the data that could not be read may be undamaged.
-_NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+_NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 
 # By the engine that restores an image.
 _OF_IMAGES = {
@@ -96,6 +96,15 @@ def is_tls(error: errors.OciError) -> bool:
     return isinstance(error, errors.Unreachable) and any(words in str(error) for words, _ in _TLS)
 
 
+def may_be_whole(error: errors.OciError) -> bool:
+    """Return whether what could not be read may be undamaged: reading failed, or access was refused."""
+    return _is_no_damage(error) or isinstance(error.__cause__, PermissionError)
+
+
+def _is_no_damage(error: errors.OciError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_DAMAGE
+
+
 def make_told_error(error: Exception) -> GpusnapError:
     """Return an error of any kind as one for the user."""
     if isinstance(error, GpusnapError):
@@ -119,8 +128,7 @@ def failure(error: errors.OciError) -> GpusnapError:
         )
     for kind, ours, hint in _KINDS:
         if isinstance(error, kind):
-            cause = error.__cause__
-            if ours is Damaged and isinstance(cause, OSError) and cause.errno in _NO_DAMAGE:
+            if ours is Damaged and _is_no_damage(error):
                 return GpusnapError(str(error))
             return ours(str(error), hint=hint, code=error.code)
     return GpusnapError(str(error), code=error.code)

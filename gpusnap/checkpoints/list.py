@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, TypeAlias
 
+from gpusnap.base.user_errors import may_be_whole
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import labels_in
 from gpusnap.oci.base.dataclass import dataclass, replace
-from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError
+from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError, OciError
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.digests import PREFIX
 from gpusnap.oci.layout.documents import EMPTY, OCTETS, Descriptor, parse_document
@@ -17,6 +18,9 @@ from gpusnap.oci.layout.graph import is_document, walk
 from gpusnap.oci.store.referrers import subject_of
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import by_age
+
+UNREAD = "cannot be read now: "
+"""How the fault of something begins that may be undamaged."""
 
 Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "image", "other", "damaged"]
 
@@ -41,7 +45,7 @@ class Row:
     kind: Kind
     """pages: the chunks of a checkpoint whose archive is elsewhere. referrer: a signature or the like, of
     `subject`. image: a checkpoint in a registry that is an ordinary image for an engine. other: not
-    gpusnap's. damaged: a manifest of it is missing or broken."""
+    gpusnap's. damaged: a manifest of it is missing or broken, or cannot be read."""
     container: str
     """The container's name."""
     container_id: str
@@ -60,7 +64,8 @@ class Row:
     subject: str
     """The digest that a referrer refers to."""
     fault: str
-    """Why it cannot be restored: a manifest is missing, or a blob, if `listing` has checked for that."""
+    """Why it cannot be restored: a manifest is missing, or a blob, if `listing` has checked for that; or why
+    that is unknown (`UNREAD`)."""
     labels: Mapping[str, str]
     migrating: str = ""
     """The other host that may run its container, while a migration to that has not ended."""
@@ -141,7 +146,7 @@ def _look_below(store: Store, root: Descriptor) -> _Looked:
     try:
         blobs = {each.digest: each.size for each, _ in walk(root, read)}
     except (LayoutError, DigestError) as error:
-        return _Looked({}, root.annotations, "damaged", str(error))
+        return _Looked({}, root.annotations, "damaged", explain_fault(error))
     try:
         artifact = artifacts.read(root, read)
     except LayoutError:
@@ -173,8 +178,13 @@ def _explain_missing(store: Store, digest: str, size: int) -> str:
         store.layout.open_blob(digest, size).close()
     except BlobError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
-            return str(error)
+            return explain_fault(error)
     return f"the blob {digest} is missing"
+
+
+def explain_fault(error: Exception) -> str:
+    """Return the fault of a row, by what could not be read."""
+    return (UNREAD if isinstance(error, OciError) and may_be_whole(error) else "") + str(error)
 
 
 def _annotations(content: bytes) -> Mapping[str, str]:

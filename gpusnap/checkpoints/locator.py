@@ -73,7 +73,7 @@ class InStore:
                 except NotThere as error:
                     if is_default(path):
                         raise
-                    hint = f"gpusnap ls oci:{path} lists the checkpoints"
+                    hint = f"gpusnap ls {format_place(path)} lists the checkpoints"
                     raise NotFound(str(error), hint=hint, code=error.code) from error
             entries = self.store.entries()
             # A referrer of another entry, such as its signature, is not meant.
@@ -328,6 +328,13 @@ def is_default(path: str) -> bool:
     with suppress(GpusnapError):
         return path == default_store().path
     return False
+
+
+def format_place(path: str, name: str = "") -> str:
+    """Return how a command names something in a store, or the store itself: empty for this host's."""
+    if is_default(path):
+        return shlex.quote(name) if name else ""
+    return shlex.quote(f"oci:{path}:{name}" if name else f"oci:{path}")
 
 
 def has_layout(store: Store) -> bool:

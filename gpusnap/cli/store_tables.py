@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpusnap.checkpoints.damage import VerifyResult
 from gpusnap.checkpoints.labels import is_label, labels_in, written_labels
-from gpusnap.checkpoints.list import Listing
+from gpusnap.checkpoints.list import UNREAD, Listing
 from gpusnap.checkpoints.locator import is_default
 from gpusnap.checkpoints.statistics import (
     Comparison,
@@ -43,6 +43,11 @@ _MOST_LINES = 20
 def shorten_digest(digest: str) -> str:
     """The first digits of a digest."""
     return digest.partition(":")[2][:DIGITS]
+
+
+def format_fault(digest: str, fault: str) -> str:
+    """A line on a checkpoint that is damaged, or cannot be read."""
+    return f"{shorten_digest(digest)} {'' if fault.startswith(UNREAD) else 'is damaged: '}{fault}"
 
 
 def print_heading(console: Console, stored: StoredCheckpoint) -> None:

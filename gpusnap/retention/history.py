@@ -7,10 +7,11 @@ from contextlib import suppress
 
 from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints import artifact as kept
-from gpusnap.checkpoints.list import Row, blobs_of, listing
+from gpusnap.checkpoints.list import Row, blobs_of, explain_fault, list_named, listing
 from gpusnap.checkpoints.statistics import measure_stopped
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.store.store import Store
 from gpusnap.retention.prune import container_of
 from gpusnap.runtime_shim.base.errors import ManifestError
@@ -51,23 +52,29 @@ def history(store: Store, word: str) -> tuple[Moment, ...]:
             digest = store.find(word).descriptor.digest
             of = {container_of(row) for row in rows if row.digest == digest}
             found = [row for row in rows if container_of(row) in of]
+    roots = {each.root.digest: each.root for each in list_named(store)}
     seen: set[str] = set()
-    return tuple(_moment(store, row, seen) for row in found)
+    return tuple(_moment(store, row, roots.get(row.digest), seen) for row in found)
 
 
-def _moment(store: Store, row: Row, seen: set[str]) -> Moment:
-    """`seen`: the blobs of earlier ones; those of this one are added."""
+def _moment(store: Store, row: Row, root: Descriptor | None, seen: set[str]) -> Moment:
+    """`seen`: the blobs of earlier ones; those of this one are added.
+
+    root: None if it was removed meanwhile.
+    """
     blobs: Mapping[str, int] = {}
     pause: float | None = None
     driver = fault = ""
     try:
-        found = kept.load(store.find(row.digest).descriptor, store.layout)
+        if root is None:
+            raise NotThere(f"the checkpoint {row.digest} has just been removed")
+        found = kept.load(root, store.layout)
         blobs = blobs_of(store, found.root)
         if found.record is not None:
             pause = measure_stopped(found.record.timing)
             driver = f"{found.record.host.vendor} {found.record.host.driver_version}"
     except (OciError, ManifestError, Damaged) as error:
-        fault = str(error)
+        fault = explain_fault(error)
     new = sum(size for digest, size in blobs.items() if digest not in seen)
     seen.update(blobs)
     return Moment(

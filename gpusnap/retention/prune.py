@@ -13,11 +13,11 @@ ones have later dates.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from gpusnap.checkpoints.list import Row, list_named, listing
+from gpusnap.checkpoints.list import UNREAD, Row, list_named, listing
 from gpusnap.checkpoints.names import container_name, is_time
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.store.store import Store
@@ -25,8 +25,11 @@ from gpusnap.oci.store.tags import CLOCKS, moment
 from gpusnap.retention.rules import Candidate, Rules, decide
 
 _NOT_WHOLE = "not whole"
+_NOT_READ = "not readable"
 
 _IN_USE = ("in use",)
+# How many checkpoints are removed with one change of the index. A file is open for each.
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,13 @@ def prune(
         return tuple(
             replace(each, reasons=_IN_USE) if each.goes and each.digest in held else each for each in verdicts
         )
-    return tuple(_remove_checkpoint(store, each) if each.goes else each for each in verdicts)
+    going = [(each.digest, each.names) for each in verdicts if each.goes]
+    gone = set[str]()
+    for at in range(0, len(going), _AT_ONCE):
+        gone |= _remove_checkpoints(store, dict(going[at : at + _AT_ONCE]))
+    return tuple(
+        replace(each, reasons=_IN_USE) if each.goes and each.digest not in gone else each for each in verdicts
+    )
 
 
 def _rows(store: Store) -> tuple[Row, ...]:
@@ -79,7 +88,7 @@ def plan_prune(
     rows: Iterable[Row], rules: Rules, names: Sequence[str] = (), *, added: Sequence[str] = ()
 ) -> tuple[Verdict, ...]:
     """Apply the rules to the rows of a store; removes nothing. `added`: its digests, the last added last."""
-    latest = datetime.now(UTC) + CLOCKS
+    now = datetime.now(UTC)
     order = {digest: place for place, digest in enumerate(added)}
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -93,14 +102,15 @@ def plan_prune(
         for row in members:
             time = time_of(row)
             if row.fault:
-                protected[row.digest] = (_NOT_WHOLE, *protected[row.digest])
+                why = _NOT_READ if row.fault.startswith(UNREAD) else _NOT_WHOLE
+                protected[row.digest] = (why, *protected[row.digest])
             elif time is None:
                 uncounted[row.digest] = ("age unknown",)
-            elif time > latest:
+            elif time > now + CLOCKS:
                 uncounted[row.digest] = ("dated in the future",)
             elif not protected[row.digest]:
                 candidates.append(Candidate(row.digest, time, row.labels))
-        decided = decide(candidates, rules)
+        decided = decide(candidates, rules, now)
         last = max(decided, key=lambda digest: order.get(digest, -1), default="")
         if last and not decided[last]:
             decided[last] = ("added last",)
@@ -164,9 +174,11 @@ def _explain_protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
     return (*reasons, *(f"has the name {name}" for name in row.names if not belongs(name)))
 
 
-def _remove_checkpoint(store: Store, verdict: Verdict) -> Verdict:
-    """Remove it and its referrers from the index, unless somebody reads it or has named it meanwhile."""
-    if not store.remove_unused(verdict.digest, verdict.names):
-        return replace(verdict, reasons=_IN_USE)
-    store.remove_referrers(verdict.digest)
-    return verdict
+def _remove_checkpoints(store: Store, wanted: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Remove digests with these names, and their referrers, from the index; return them.
+
+    Those that somebody reads, or has named meanwhile, stay.
+    """
+    gone = store.remove_unused(wanted)
+    store.remove_referrers(*gone)
+    return gone

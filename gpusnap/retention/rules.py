@@ -58,10 +58,13 @@ _BUCKETS: Mapping[str, Callable[[datetime], tuple[int, ...]]] = {
 }
 
 
-def decide(found: Sequence[Candidate], rules: Rules) -> dict[str, tuple[str, ...]]:
+def decide(
+    found: Sequence[Candidate], rules: Rules, now: datetime | None = None
+) -> dict[str, tuple[str, ...]]:
     """Return by digest the rules that keep each checkpoint of one container; empty for one to remove.
 
-    The newest is always kept.
+    The newest is always kept. `now`: if the newest is dated after it, by a clock that is ahead, `within`
+    counts from now.
     """
     order = sorted(found, key=lambda each: (each.created, each.digest), reverse=True)
     kept: dict[str, list[str]] = {each.digest: [] for each in order}
@@ -75,7 +78,8 @@ def decide(found: Sequence[Candidate], rules: Rules) -> dict[str, tuple[str, ...
                 seen.add(key)
                 kept[each.digest].append(name)
     for each in order:
-        if rules.within and order[0].created - each.created <= rules.within:
+        newest = order[0].created if now is None else min(order[0].created, now)
+        if rules.within and newest - each.created <= rules.within:
             kept[each.digest].append("within")
         for label, value in rules.labels:
             if label in each.labels and value in (None, each.labels[label]):

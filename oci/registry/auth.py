@@ -191,7 +191,7 @@ class Tokens:
         """Return the token of a response and the seconds that it is valid."""
         where, body = host_of(realm), response.body(BODY_LIMIT)
         if is_worth_retrying(response.status):
-            wait = parse_retry_after(response.header("Retry-After"))
+            wait = parse_retry_after(response.header("Retry-After"), response.header("Date"))
             raise Broken(f"the token service {where} responded with status {response.status}", wait)
         if response.status in (400, 401, 403) and self._credentials is not None:
             raise Unauthorized(

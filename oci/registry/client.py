@@ -142,7 +142,7 @@ class Client:
             return response
         with response:
             if is_worth_retrying(response.status):
-                wait = parse_retry_after(response.header("Retry-After"))
+                wait = parse_retry_after(response.header("Retry-After"), response.header("Date"))
                 raise Broken(f"{host_of(response.url)} answered {response.status}", wait)
             body = response.body(BODY_LIMIT)
             if response.status == 400 and response.url.startswith("http:") and _TLS_WANTED.search(body):

@@ -13,11 +13,12 @@ from contextlib import suppress
 from typing import Protocol
 
 from gpusnap.oci.base.dataclass import dataclass, list_fields, replace
-from gpusnap.oci.base.errors import BlobError, NotInRegistry
+from gpusnap.oci.base.errors import BlobError, NotInRegistry, Rejected
 from gpusnap.oci.base.threads import Crew, SharedIterator
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import Layout, read_piece
+from gpusnap.oci.registry.refusals import BLOB_LOST
 from gpusnap.oci.registry.repository import Repository
 
 _THREADS = 8
@@ -185,14 +186,23 @@ def push(
         else:
             tally.note_sent(one)
 
+    def send_lost(one: Descriptor) -> None:
+        if not repository.has_blob(one.digest, one.size, pushing=True):
+            repository.send_blob(one, layout, step=lambda _: crew.check())
+            tally.note_sent(one)
+
     _move_all(blobs, send, crew, threads)
     for one, content in documents:
         name = tag if one.digest == root.digest and tag else one.digest
         if _has_manifest(repository, name, one.digest):
             tally.note_skipped(one)
-        else:
+            continue
+        if not _put(repository, one, content, name):
+            # It had confirmed all of them.
+            crew = Crew(repository.interrupt)
+            _move_all(blobs, send_lost, crew, threads)
             repository.put_manifest(content, one.media_type, name)
-            tally.note_sent(one)
+        tally.note_sent(one)
     return tally.moved
 
 
@@ -258,6 +268,17 @@ def _move_all(
 
     crew.start(max(1, min(threads, len(blobs))), work)
     crew.join()
+
+
+def _put(repository: Repository, one: Descriptor, content: bytes, name: str) -> bool:
+    """Put a manifest; False if the repository lacks one of its blobs."""
+    try:
+        repository.put_manifest(content, one.media_type, name)
+    except Rejected as error:
+        if error.says == BLOB_LOST:
+            return False
+        raise
+    return True
 
 
 def _has_manifest(repository: Repository, name: str, digest: str) -> bool:

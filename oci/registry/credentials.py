@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import Unauthorized, reason
@@ -34,6 +37,8 @@ from gpusnap.oci.base.patterns import compile_later
 
 RUN = "/run/containers"
 _DEADLINE = 30.0
+# Seconds for a killed helper to end.
+_KILLED = 1.0
 _LARGEST_FILE = 4 << 20
 _HELPER = compile_later(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 # The output of a helper on stdout if it has none (docker-credential-helpers, credentials/error.go).
@@ -184,31 +189,47 @@ def _ask(
         )
     server = _HUB_KEY if registry in _HUB else registry
     try:
-        done = subprocess.run(
-            [found, "get"],
-            input=server,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            env=dict(environ),
-            timeout=deadline,
-            check=False,
-        )
+        code, said = _run([found, "get"], server, environ, deadline)
     except subprocess.TimeoutExpired:
-        # Not `from`, because it contains the output.
         raise Unauthorized(
             f"{program} returned no credentials for {registry} within {deadline:g} s"
         ) from None
     except OSError as error:
         raise Unauthorized(f"{program} cannot be run: {reason(error)}") from error
-    if done.returncode:
-        if _NOT_THERE in done.stdout:
+    if code:
+        if _NOT_THERE in said:
             return None
-        raise Unauthorized(
-            f"{program} returned no credentials for {registry}: it exited with status {done.returncode}"
+        raise Unauthorized(f"{program} returned no credentials for {registry}: it exited with status {code}")
+    return _parse_helper_answer(said, program, registry)
+
+
+def _run(argv: Sequence[str], given: str, environ: Mapping[str, str], deadline: float) -> tuple[int, str]:
+    """Run a program with an input; return its exit status and its output. Raises TimeoutExpired, OSError.
+
+    Its output is a file in RAM, not a pipe, so that children which it leaves may keep it open. One that does
+    not end when it is killed, because it waits for a disk in the kernel, is left behind.
+    """
+    with _open_memory() as words, _open_memory() as output:
+        words.write(given.encode())
+        words.seek(0)
+        child = subprocess.Popen(
+            argv, stdin=words, stdout=output, stderr=subprocess.DEVNULL, env=dict(environ)
         )
-    return _parse_helper_answer(done.stdout, program, registry)
+        try:
+            code = child.wait(deadline)
+        except BaseException:
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_KILLED)
+            if child.returncode is None:
+                child.returncode = -signal.SIGKILL  # for its destructor
+            raise
+        output.seek(0)
+        return code, output.read(_LARGEST_FILE).decode(errors="replace")
+
+
+def _open_memory() -> IO[bytes]:
+    return open(os.memfd_create("gpusnap-credentials"), "w+b", buffering=0)
 
 
 def _parse_helper_answer(text: str, program: str, registry: str) -> Credentials | None:

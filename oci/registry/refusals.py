@@ -1,7 +1,7 @@
 """A registry's refusals as gpusnap's errors: a status and a JSON of errors.
 
     401, 403                 Unauthorized
-    404                      NotInRegistry
+    404                      NotInRegistry, unless the registry lacks a part of what is put there
     408, 429, 5xx but 501    worth another attempt
     any other                Rejected
 
@@ -20,6 +20,8 @@ from gpusnap.oci.base.errors import NotInRegistry, RegistryError, Rejected, Unau
 from gpusnap.oci.base.json_text import parse_json
 
 BODY_LIMIT = 64 << 10
+BLOB_LOST = "MANIFEST_BLOB_UNKNOWN"
+"""What a registry says of a manifest if it lacks one of its blobs (distribution-spec, Error Codes)."""
 _LONGEST = 200
 _REWORDED = (
     ("no such file or directory", "it does not exist"),
@@ -40,7 +42,7 @@ def make_refusal(status: int, body: bytes, what: str) -> RegistryError:
     said = ": ".join(each for each in (code, message) if each) or f"status {status}"
     if status in (401, 403):
         return Unauthorized(f"{what}: access denied ({said}): log in as a user with access")
-    if status == 404:
+    if status == 404 and code != BLOB_LOST:
         return NotInRegistry(f"{what}: not found ({said})")
     return Rejected(f"{what}: {said}", status=status, says=code)
 
@@ -54,14 +56,26 @@ def printable(text: object, longest: int = _LONGEST) -> str:
     return found if len(found) <= longest else found[: longest - 1] + "…"
 
 
-def parse_retry_after(text: str) -> float:
-    """Return a Retry-After header in seconds; 0.0 if it is missing or invalid (RFC 9110, 10.2.3)."""
+def parse_retry_after(text: str, date: str = "") -> float:
+    """Return a Retry-After header in seconds; 0.0 if it is missing or invalid (RFC 9110, 10.2.3).
+
+    date: the Date header of the same response. The registry's clock may be wrong, or this host's.
+    """
     if re.fullmatch(r"[0-9]{1,9}", text.strip(), re.ASCII):
         return float(text)
-    try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
+    until = _parse_date(text)
+    if until is None:
         return 0.0
+    now = _parse_date(date)
+    return max(0.0, until - (time.time() if now is None else now))
+
+
+def _parse_date(text: str) -> float | None:
+    """Return the time of a date in a header; None for an invalid one."""
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return None
 
 
 def _find_first_error(body: bytes) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import Catalog
 from gpusnap.oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard
 from gpusnap.oci.store.staging import read_why_precious
+from gpusnap.oci.store.staging_lock import try_to_lock
 
 _NAME = compile_later("[0-9a-f]{64}")
 
@@ -206,12 +207,14 @@ def _stagings(tree: Tree, after: ExitStack, *, dry_run: bool) -> tuple[tuple[str
     for name in sorted(os.listdir(tree.staging)):
         path = os.path.join(tree.staging, name)
         try:
-            lock = open_folder(path)
+            lock = try_to_lock(path)
         except OSError:  # removed by its owner, or not a staging directory
             continue
+        if lock is None:
+            continue
         with ExitStack() as now:
-            now.callback(unlock, lock)
-            if not try_exclusive(lock) or not is_still_there(lock, path):
+            now.callback(lock.release)
+            if not lock.is_of(path):
                 continue
             why = None if name.startswith(GONE) else read_why_precious(path)
             if why is not None:
@@ -226,7 +229,8 @@ def _stagings(tree: Tree, after: ExitStack, *, dry_run: bool) -> tuple[tuple[str
                 except OSError:
                     gone = path
                 # The lock is held until all is removed, so that no other gc does the same.
-                after.enter_context(now.pop_all())
+                now.pop_all()
+                after.callback(lock.release, gone)
                 after.callback(discard, gone)
     return tuple(dead), tuple(spared)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpusnap.oci.base import dataclass
@@ -161,6 +161,11 @@ class Catalog:
         gone = [_notes(each).get(REF_NAME, "") for each in self._entries if meant(each)]
         self._entries[:] = [each for each in self._entries if not meant(each)]
         return tuple(dict.fromkeys(name for name in gone if name))
+
+    def remove_all(self, digests: Collection[str]) -> None:
+        """Remove these digests with all their names."""
+        self._removing = True
+        self._entries[:] = [each for each in self._entries if each["digest"] not in digests]
 
     def write(self) -> None:
         """Replace index.json, atomically and synced. Raises DiskFull, DiskError, StoreError."""

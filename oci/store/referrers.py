@@ -25,9 +25,9 @@ def subject_of(content: bytes) -> str:
 
 
 def list_referring(
-    entries: Iterable[Descriptor], read: Callable[[Descriptor], bytes], subject: str
+    entries: Iterable[Descriptor], read: Callable[[Descriptor], bytes], *subjects: str
 ) -> tuple[Descriptor, ...]:
-    """Those among the entries of a layout's index that refer to a manifest, and what refers to them.
+    """Those among the entries of a layout's index that refer to manifests, and what refers to them.
 
     `read` gives the content of a manifest; what it cannot give is passed over.
     """
@@ -38,7 +38,7 @@ def list_referring(
             with suppress(LayoutError, DigestError):
                 by_subject.setdefault(subject_of(read(each)), []).append(each)
     found: dict[str, Descriptor] = {}
-    waiting = [(subject, 1)]
+    waiting = [(subject, 1) for subject in subjects]
     for at, depth in waiting:
         for each in by_subject.get(at, ()):
             if each.digest not in found and depth <= DEEPEST:

@@ -23,12 +23,10 @@ from gpusnap.oci.base.files import (
     NOTHING_THERE,
     UNFINISHED,
     exists,
-    open_folder,
     open_nested_folder,
     read_regular,
     replace,
 )
-from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
@@ -48,6 +46,7 @@ from gpusnap.oci.store.paths import (
     discard,
     link_error,
 )
+from gpusnap.oci.store.staging_lock import StagingLock, try_to_lock
 
 _LONGEST_REASON = 4096
 # More than a manifest of gpusnap may have.
@@ -57,12 +56,12 @@ _LONGEST_NOTE = 65 << 20
 class Staging:
     """A directory of the store for one writer, which holds its lock. A `with` statement closes it."""
 
-    def __init__(self, tree: Tree, path: str, lock: int, *, checked: bool) -> None:
+    def __init__(self, tree: Tree, path: str, lock: StagingLock, *, checked: bool) -> None:
         self.path = path
         self.layout = Layout(path)
         """The layout to which blobs are written."""
         self._tree = tree
-        self._lock: int | None = lock
+        self._lock: StagingLock | None = lock
         self._checked = checked
         # Blobs that another process has synced, and checked while it wrote them.
         self._durable: frozenset[str] = frozenset()
@@ -197,11 +196,13 @@ class Staging:
             return
         lock, self._lock = self._lock, None
         self.layout.close()
+        removed = ""
         try:
             if not leave and read_why_precious(self.path) is None:
                 discard(self.path)
+                removed = self.path
         finally:
-            unlock(lock)
+            lock.release(removed)
 
     def _measure_blobs_below(self, root: Descriptor, store: Layout) -> dict[str, int]:
         """Return name and size of `root` and of all blobs below it."""
@@ -293,7 +294,7 @@ def stage(tree: Tree, name: str) -> Staging:
     except BaseException:
         if new:  # for example on a full disk: it is empty
             discard(path)
-        unlock(lock)
+        lock.release(path if new else "")
         raise
     return staging
 
@@ -351,15 +352,17 @@ def list_precious(tree: Tree, file: str) -> dict[str, str]:
         if name.startswith(GONE) or not exists(os.path.join(path, file), follow=False):
             continue
         try:
-            lock = open_folder(path)
+            lock = try_to_lock(path)
         except OSError:  # somebody has just removed it
+            continue
+        if lock is None:
             continue
         try:
             why = read_why_precious(path)
-            if why is not None and try_exclusive(lock):
+            if why is not None:
                 found[path] = why
         finally:
-            unlock(lock)
+            lock.release()
     return found
 
 
@@ -390,19 +393,18 @@ def read_why_precious(path: str) -> str | None:
         return "its mark cannot be read"
 
 
-def _try_lock(path: str) -> int | None:
+def _try_lock(path: str) -> StagingLock | None:
     """Lock a staging directory; return None if its owner has just removed it. Raises StagingBusy, OSError.
 
     The caller must hold the store's lock, so that no other process checks at the same time whether a staging
     directory has an owner.
     """
-    lock = open_folder(path)
-    if not try_exclusive(lock):
-        os.close(lock)
+    lock = try_to_lock(path, create=True)
+    if lock is None:
         raise StagingBusy(f"another process is working on {path}; try again when it has finished")
-    if is_still_there(lock, path):
+    if lock.is_of(path):
         return lock
-    os.close(lock)
+    lock.release()
     return None
 
 

@@ -7,6 +7,7 @@
         read-rate.json                the read rate of its disk (read_rate.py)
         lock                          flock, exclusive: for a change of these, or a new staging directory
         staging/<name>/               a layout without index: one writer's blobs; the writer locks it (flock)
+            lock                      locked, too: other hosts do not see the lock of a directory over NFS
             precious                  why nobody may remove it, even after its owner has died
             complete                  it was handed over: what it contains, for whoever takes it over
         staging/.gone-<16 hex>/       being removed
@@ -41,8 +42,8 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, NotThere, StoreError, reason
 from gpusnap.oci.base.files import UNFINISHED, exists, make_folders, open_nested_folder
@@ -245,37 +246,45 @@ class Store:
             catalog.write()
         return names
 
-    def remove_referrers(self, digest: str) -> None:
-        """Remove what refers to a manifest, such as a signature, from the index. Raises as `remove`."""
-        for each in list_referring([entry.descriptor for entry in self.entries()], self.read, digest):
-            with contextlib.suppress(NotThere):
-                self.remove(each.digest)
-
-    def remove_unused(self, digest: str, names: Collection[str]) -> bool:
-        """Remove something with its names from the index, unless it is held or has other names than these.
-
-        Return whether it is out of it now, even if it was not in it. Nobody can hold it meanwhile. Raises
-        StoreBusy, StoreError, DiskError, LayoutError.
-        """
-        path = os.path.join(self._tree.holds, get_hex(digest))
-        with self._tree.hold_lock(f"the removal of {digest}"), self._tree.explain_write_errors("a hold"):
-            lock = _lock_alone(path)
-            if lock is None:
-                return False
-            try:
+    def remove_referrers(self, *digests: str) -> None:
+        """Remove what refers to these manifests, such as signatures, from the index. Raises as `remove`."""
+        found = list_referring([entry.descriptor for entry in self.entries()], self.read, *digests)
+        if found:
+            with self._tree.hold_lock(f"the removal of {len(found)} referrers"):
                 catalog = Catalog(self.path)
-                found = {each.name for each in catalog.entries() if each.descriptor.digest == digest}
-                if found - {"", *names}:
-                    return False
-                if found:
-                    catalog.remove(digest)
-                    catalog.write()
-                # A reader that waits for the lock of this file then sees that it is gone, and that the digest
-                # is.
-                os.unlink(path)
-            finally:
-                unlock(lock)
-        return True
+                catalog.remove_all({each.digest for each in found})
+                catalog.write()
+
+    def remove_unused(self, wanted: Mapping[str, Collection[str]]) -> frozenset[str]:
+        """Remove these digests with their names from the index, except those that are held or have others.
+
+        Return those that are out of it now, even if they were not in it. Nobody can hold them meanwhile. A
+        file is open for each of them. Raises StoreBusy, StoreError, DiskError, LayoutError.
+        """
+        with (
+            self._tree.hold_lock(f"the removal of {len(wanted)} checkpoints"),
+            self._tree.explain_write_errors("a hold"),
+            ExitStack() as locks,
+        ):
+            alone = set()
+            for digest in wanted:
+                path = os.path.join(self._tree.holds, get_hex(digest))
+                lock = _lock_alone(path)
+                if lock is not None:
+                    # A reader that waits for the lock of this file then sees that it is gone, and whether the
+                    # digest is.
+                    locks.callback(unlock, lock)
+                    locks.callback(os.unlink, path)
+                    alone.add(digest)
+            catalog = Catalog(self.path)
+            names: dict[str, set[str]] = {}
+            for each in catalog.entries():
+                names.setdefault(each.descriptor.digest, set()).add(each.name)
+            gone = frozenset(each for each in alone if names.get(each, set()) <= {"", *wanted[each]})
+            if not gone.isdisjoint(names):
+                catalog.remove_all(gone)
+                catalog.write()
+        return gone
 
     def list_held(self) -> frozenset[str]:
         """Return the digests that somebody holds. Raises DiskError."""

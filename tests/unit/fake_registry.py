@@ -232,8 +232,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _say(self, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
         if isinstance(self.do, NoAnswer):
             raise _Cut
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        self.send_response_only(status)
+        standard = {"Date": self.date_time_string(), "Content-Length": str(len(body))}
+        for name, value in {**standard, **headers}.items():
             if value:
                 self.send_header(name, value)
         self.end_headers()

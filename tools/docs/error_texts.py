@@ -55,6 +55,8 @@ SAYS_ALL = frozenset(
         "the index of <path> would have <number> bytes, but at most <document_limit> are allowed; remove "
         "some of its checkpoints",
         "a later checkpoint of <name> was not completed: gpusnap recover <name> names it",
+        "the checkpoint <word> <fault>, so no rule applies to it and it is kept; run gpusnap prune again "
+        "when it can be read",
     }
 )
 """Messages that have neither code nor hint nor a reason at their end, and need none."""

@@ -11,7 +11,7 @@ import click
 from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.checkpoints.labels import written_labels
-from gpusnap.checkpoints.locator import default_store, in_store, open_store
+from gpusnap.checkpoints.locator import default_store, format_place, in_store, open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_stored
@@ -52,7 +52,8 @@ def history(name: str, as_json: bool) -> None:
     if not found:
         raise NotFound(
             f"{store.path} has no checkpoint of the container {word}",
-            hint="gpusnap ls lists the checkpoints and their containers",
+            hint=f"gpusnap ls {format_place(store.path)}".rstrip()
+            + " lists the checkpoints and their containers",
             code="GPS-701",
         )
     now = datetime.now(UTC)
@@ -70,7 +71,7 @@ def _say(found: Sequence[Moment], now: datetime) -> None:
     name_rows.print_rows(console, titles, cells, layouts=_LAYOUTS)
     for each in found:
         if each.fault:
-            show.say(console, f"{store_tables.shorten_digest(each.digest)} is damaged: {each.fault}")
+            show.say(console, store_tables.format_fault(each.digest, each.fault))
     new = human(sum(each.new for each in found))
     one = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
     show.say(console, f"{one}, {new} in all")

@@ -225,7 +225,7 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
     rows = rows_of(lines)
     for row in rows:
         if row.fault:
-            show.say(console, f"{store_tables.shorten_digest(row.digest)} is damaged: {row.fault}")
+            show.say(console, store_tables.format_fault(row.digest, row.fault))
     some = f"{len(rows)} of {len(found.rows)}" if filtered and found.rows else str(len(rows) or "no")
     one = f"{some} checkpoint{'s' * (len(found.rows if filtered else rows) != 1)}"
     if not isinstance(found, kept.Listing):
@@ -247,6 +247,8 @@ def print_rows(console: Console, found: Sequence[Line], *, without: Iterable[str
 
 def _describe_name(line: Line) -> str:
     name = line.name or "(no name)"
+    if line.row.fault.startswith(kept.UNREAD):
+        return f"{name} (not readable)"
     if line.row.kind in _MARKS:
         return f"{name} ({_MARKS[line.row.kind]})"
     if line.row.migrating:

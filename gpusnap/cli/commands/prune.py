@@ -10,7 +10,8 @@ import click
 
 from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import convert_errors
-from gpusnap.checkpoints.locator import is_default, open_store
+from gpusnap.checkpoints.list import UNREAD
+from gpusnap.checkpoints.locator import format_place, open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands.stores.upkeep import collect_store, collected_document, find_store
@@ -110,7 +111,8 @@ def prune(
         store_tables.print_collected(show.output(), store.path, collected, dry_run=False)
     elif not dry_run and any(each.goes for each in found):
         once = " when all others are complete" if any(each.fault for each in found) else ""
-        show.say(show.output(), f"gpusnap gc frees the space that they use{once}")
+        gc = f"gpusnap gc {format_place(store.path)}".rstrip()
+        show.say(show.output(), f"{gc} frees the space that they use{once}")
 
 
 def _warn(found: Sequence[Verdict], path: str) -> None:
@@ -118,7 +120,13 @@ def _warn(found: Sequence[Verdict], path: str) -> None:
     for each in found:
         if each.fault:
             name = each.names[0] if each.names else store_tables.shorten_digest(each.digest)
-            word = name if is_default(path) else f"oci:{path}:{name}"
+            word = format_place(path, name)
+            if each.fault.startswith(UNREAD):
+                note(
+                    f"the checkpoint {word} {each.fault}, so no rule applies to it and it is kept; run "
+                    "gpusnap prune again when it can be read"
+                )
+                continue
             note(
                 f"the checkpoint {word} is damaged, so no rule applies to it and it is kept: "
                 f"{each.fault}; gpusnap verify {word} shows the damage, and gpusnap rm {word} removes it",

@@ -693,6 +693,18 @@ def test_rm_of_a_name_without_a_tag(gpusnap: Run, kept: Kept) -> None:
     ]
 
 
+def test_hints_on_another_store(gpusnap: Run, kept: Kept, tmp_path: Path) -> None:
+    """They name that store: the same command without it would remove the checkpoints of this host's."""
+    other = f"oci:{tmp_path}/other"
+    for tag in ("1", "2"):
+        assert gpusnap("copy", f"w:{tag}", f"{other}:w:{tag}")[0] == 0
+    assert f"gpusnap rm --all {other}:w\n" in gpusnap("rm", f"{other}:w")[2]
+    said = f"gpusnap gc {other} frees the space that "
+    assert f"{said}it used\n" in gpusnap("rm", f"{other}:w:1")[1]
+    assert f"gpusnap ls {other} lists the checkpoints" in gpusnap("history", f"{other}:none")[2]
+    assert "gpusnap gc frees the space that it used\n" in gpusnap("rm", "w:1")[1]
+
+
 def test_a_name_without_a_tag(gpusnap: Run, kept: Kept) -> None:
     """The newest, wherever a checkpoint is named."""
     for word in ("w", "w:latest", kept.of("w")):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import ANNOTATIONS, blob_path, keep
 from oci_checkpoints import begin, end, stagings
 from outgoing import outgoing
 
+from gpusnap import retention
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import as_annotations
 from gpusnap.checkpoints.names import dated_name
@@ -265,6 +269,46 @@ def test_what_is_said_of_one_that_is_not_whole(store: Store, gpusnap: Run) -> No
     assert names(store) == {f"a:{TIME % 2}", f"a:{TIME % 3}"}
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("part", ["manifest", "blob"])
+def test_one_that_cannot_be_read(
+    store: Store, gpusnap: Run, monkeypatch: pytest.MonkeyPatch, number: int, part: str
+) -> None:
+    """It is kept, and is not said to be damaged: nobody shall remove it."""
+    digests = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2, 3)]
+    unread = digests[2]
+    if part == "blob":
+        unread = store.layout.read_manifest(store.find(unread).descriptor).layers[0].digest
+    name, real_open, real_stat = unread.removeprefix("sha256:"), os.open, os.stat
+
+    def fail_open(path: str, *words: Any, **more: Any) -> int:
+        if path == name:
+            raise OSError(number, os.strerror(number))
+        return real_open(path, *words, **more)
+
+    def fail_stat(path: str, *words: Any, **more: Any) -> os.stat_result:
+        if path == name:
+            raise OSError(number, os.strerror(number))
+        return real_stat(path, *words, **more)
+
+    monkeypatch.setattr(os, "open", fail_open)
+    monkeypatch.setattr(os, "stat", fail_stat)
+    code, out, err = gpusnap("prune", "--keep-last", "1")
+    assert code == 0
+    assert "1 of 3 checkpoints removed" in out
+    assert err.startswith("gpusnap: note: the checkpoint a:20260103 cannot be read now: the blob ")
+    assert "so no rule applies to it and it is kept; run gpusnap prune again when it can be read" in err
+    assert "not readable" in out
+    assert "damage" not in out + err
+    if part == "manifest":
+        for command in ("ls",), ("history", "a"):
+            _, out, err = gpusnap(*command)
+            assert "damage" not in out + err
+            if command == ("ls",):
+                assert "a:20260103 (not readable)" in out
+    assert names(store) == {f"a:{TIME % 2}", f"a:{TIME % 3}"}
+
+
 def test_blobs_that_several_checkpoints_have(store: Store) -> None:
     """One that is missing is missing in each of them."""
     shared = bytearray(b"x" * 5000)
@@ -310,6 +354,17 @@ def test_a_clock_that_was_wrong(store: Store) -> None:
     assert names(store) == {"a:20260103", "a:20260104", "a:20260105"}
 
 
+def test_within_of_a_clock_that_is_ahead(store: Store) -> None:
+    """The last minutes are those before now: a host whose clock is ahead shares the store."""
+    now = datetime.now(UTC)
+    ages = (3000, 600, 60, -3000)  # seconds
+    for day, age in enumerate(ages, 1):
+        created = now - timedelta(seconds=age)
+        made(store, "a", day, f"a:{TIME % day}", created=created.isoformat())
+    found = prune(store, Rules(within=timedelta(minutes=30)))
+    assert [each.reasons for each in found] == [(), ("within",), ("within",), ("within",)]
+
+
 @pytest.mark.parametrize("back", [timedelta(minutes=50), timedelta(days=20000)])
 def test_a_clock_that_goes_back(store: Store, back: timedelta) -> None:
     """What was made since then has earlier dates: the last one stays, and the one before it goes."""
@@ -342,15 +397,34 @@ def test_what_is_in_use(store: Store) -> None:
     assert [*Path(store.path, "holds").iterdir()] == []
 
 
+def test_many(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is written once for many: one by one, a thousand took half a minute."""
+    digests = [made(store, "a", day, f"a:2026010{day}") for day in range(1, 7)]
+    real, written = Catalog.write, list[set[str]]()
+
+    def write(catalog: Catalog) -> None:
+        real(catalog)
+        written.append(names(store))
+
+    monkeypatch.setattr(Catalog, "write", write)
+    monkeypatch.setattr(retention.prune, "_AT_ONCE", 3)
+    with store.hold(digests[1]):
+        found = prune(store, LAST)
+    assert [each.reasons for each in found] == [(), ("in use",), (), (), (), ("last",)]
+    kept = {"a:20260102", "a:20260106"}
+    assert written == [{"a:20260104", "a:20260105"} | kept, kept]
+    assert [*Path(store.path, "holds").iterdir()] == []
+
+
 def test_a_name_that_comes_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was given after the store was read, and keeps the checkpoint."""
     first = made(store, "a", 1, "a:20260101")
     made(store, "a", 2, "a:20260102")
     real = Store.remove_unused
 
-    def late(self: Store, digest: str, known: tuple[str, ...]) -> bool:
-        self.tag(digest, "best")
-        return real(self, digest, known)
+    def late(self: Store, wanted: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
+        self.tag(first, "best")
+        return real(self, wanted)
 
     monkeypatch.setattr(Store, "remove_unused", late)
     assert prune(store, LAST)[0].reasons == ("in use",)
@@ -449,6 +523,15 @@ def test_what_a_full_disk_still_takes(store: Store, gpusnap: Run, monkeypatch: p
     assert (code, err) == (0, "")
     assert "1 of 2 checkpoints removed" in out
     assert (names(store), stagings(store)) == ({f"a:{TIME % 2}"}, [])
+
+
+def test_the_gc_of_another_store(tmp_path: Path, gpusnap: Run) -> None:
+    """The line on what frees the space names the store."""
+    other = Store(tmp_path / "other").create()
+    for day in (1, 2):
+        made(other, "a", day, f"a:{TIME % day}")
+    out = gpusnap("prune", f"oci:{other.path}", "--keep-last", "1")[1]
+    assert f"gpusnap gc oci:{other.path} frees the space that they use\n" in out
 
 
 def test_gc_without_a_checkpoint(store: Store, gpusnap: Run) -> None:

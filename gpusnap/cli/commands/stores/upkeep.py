@@ -16,6 +16,7 @@ from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import (
     InStore,
     default_store,
+    format_place,
     has_layout,
     in_store,
     open_store,
@@ -305,7 +306,8 @@ def _to_remove(store: Store, wanted: str, *, everything: bool) -> tuple[str, ...
     if len(tags) > 1:
         raise UsageError(
             f"{wanted} matches {len(tags)} checkpoints in {store.path}: {format_names(tags)}",
-            hint=f"name the one to remove, or remove them all with gpusnap rm --all {wanted}",
+            hint="name the one to remove, or remove them all with gpusnap rm --all "
+            f"{format_place(store.path, wanted)}",
         )
     return tags
 
@@ -321,8 +323,10 @@ def _say_removed(removed: Sequence[_Removed], collected: Sequence[tuple[Store, C
         if each.left:
             left = ", ".join(name or "(no name)" for name in each.left)
             show.say(console, f"{store_tables.shorten_digest(each.digest)} stays, as {left}")
-    if not collected and any(not each.left for each in removed):
-        show.say(console, "gpusnap gc frees the space that it used")
+    if not collected:
+        for path in dict.fromkeys(each.store for each in removed if not each.left):
+            gc = f"gpusnap gc {format_place(path)}".rstrip()
+            show.say(console, f"{gc} frees the space that it used")
 
 
 def collect_store(store: Store, *, dry_run: bool) -> Collected:

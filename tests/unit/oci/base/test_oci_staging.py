@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from oci_checkpoints import blob_path, commit, names, put, save_to, stagings, whole
@@ -19,6 +21,7 @@ from gpusnap.oci.base.errors import (
     DiskError,
     LayoutError,
     NotThere,
+    StagingBusy,
     StoreBusy,
     StoreError,
 )
@@ -62,6 +65,77 @@ def test_a_name_of_two(store: Store) -> None:
     for name in ("../x", ".gone-1", "a/b", "a" * 201):
         with pytest.raises(StoreError, match="not a valid name for a staging"):
             store.stage(name)
+
+
+def test_writers_of_several_hosts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NFS, another host does not see a directory's lock: a living writer is not taken for dead."""
+    real = fcntl.flock
+
+    def flock(descriptor: int, kind: int) -> None:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            real(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with store.stage("pull-1") as staging:
+        staging.mark_precious("for a test")
+        blob = staging.layout.add_blob(b"x")
+        with pytest.raises(StagingBusy):
+            store.stage("pull-1")
+        with pytest.raises(StagingBusy):
+            store.adopt(staging.path)
+        assert store.list_precious("precious") == {}
+        staging.unmark_precious()
+        assert store.collect().stagings == ()
+        assert staging.layout.read_blob(blob) == b"x"
+        staging.mark_precious("for a test")
+    assert store.list_precious("precious") == {staging.path: "for a test"}
+    with store.adopt(staging.path) as adopted:
+        adopted.unmark_precious()
+    assert stagings(store) == []
+
+
+def test_a_removed_lock_that_is_open(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NFS, it keeps its directory until it is closed; that is gone then, too."""
+    real, kept = os.rmdir, list[str]()
+
+    def rmdir(path: str) -> None:
+        for each in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):
+                if os.readlink(f"/proc/self/fd/{each}") == f"{path}/lock (deleted)":
+                    kept.append(path)
+                    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", rmdir)
+        store.stage("closed").close()
+        assert stagings(store) == []
+        store.stage("dead").close(leave=True)
+        store.collect()
+        assert stagings(store) == []
+    assert len(kept) == 2
+
+
+def test_a_lock_without_room(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a dead writer left is taken over on a full disk; that of an earlier gpusnap has no file."""
+    with ExitStack() as stack:
+        staging = store.stage("pull-1")
+        stack.callback(staging.close, leave=True)
+        blob = staging.layout.add_blob(b"x")
+    Path(staging.path, "lock").unlink()
+    real = os.open
+
+    def full(path: str, flags: int, *rest: int, **more: Any) -> int:
+        if path == "lock" and flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", full)
+    with store.adopt(staging.path) as adopted:
+        assert adopted.layout.read_blob(blob) == b"x"
+        with pytest.raises(StagingBusy):
+            store.adopt(staging.path)
+        assert store.collect().stagings == ()
 
 
 def test_what_was_left(store: Store) -> None:

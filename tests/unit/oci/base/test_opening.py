@@ -74,6 +74,7 @@ OTHERS = {
     ): "the caller's log; follows no link and waits for no FIFO",
     ("runtime_shim/records/manifest_json.py", "_validator"): "the schema, in this package",
     ("oci/layout/archive.py", "_new_file"): "memory, which is nobody else's",
+    ("oci/registry/credentials.py", "_open_memory"): "memory, which is nobody else's",
     (
         "runtime_shim/runtime/criu/images/overlay.py",
         "_fill",

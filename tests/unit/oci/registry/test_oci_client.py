@@ -6,7 +6,9 @@ import random
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,17 @@ def test_retry_after(registry: FakeRegistry) -> None:
     registry.rule("HEAD", "", Say(503, {"Retry-After": "3600"}))
     with pytest.raises(Unreachable, match="asks to wait 3600 s before the next attempt: try again then"):
         registry.repository().has_blob(digest)
+    assert sum(registry.waits) == 17
+
+
+@pytest.mark.parametrize("clock", [-7200, 7200])
+def test_retry_after_by_another_clock(registry: FakeRegistry, clock: float) -> None:
+    """A date is one of the registry's clock."""
+    digest = registry.add_blob(DATA)
+    now = int(time.time()) + clock
+    dates = {name: formatdate(at, usegmt=True) for name, at in (("Date", now), ("Retry-After", now + 17))}
+    registry.rule("HEAD", "", Say(429, dates))
+    assert registry.repository().has_blob(digest)
     assert sum(registry.waits) == 17
 
 

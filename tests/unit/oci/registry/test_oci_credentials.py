@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import subprocess
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -227,6 +228,43 @@ def test_helpers_that_fail(
     with pytest.raises(Unauthorized, match=message) as caught:
         find("r.example", "a", environ, deadline=0.5 if "fifo" in script else 10)
     assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_helper_that_leaves_a_child(
+    tmp_path: Path, environ: dict[str, str], helper: Callable[[str, str], None]
+) -> None:
+    """Such as an agent, which keeps its output open: what it said counts when it has ended."""
+    os.mkfifo(tmp_path / "fifo")
+    helper("agent", f'read line <{tmp_path}/fifo & echo \'{{"Username":"u","Secret":"s"}}\'')
+    write(tmp_path / FILES[0], {"credsStore": "agent"})
+    with open(tmp_path / "fifo", "r+b", buffering=0):  # the child ends with it
+        assert user(find("r.example", "a", environ, deadline=10)) == "u"
+
+
+def test_a_helper_that_cannot_be_killed(
+    tmp_path: Path,
+    environ: dict[str, str],
+    helper: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that waits for a disk in the kernel is left behind: nothing waits for it without a deadline."""
+    os.mkfifo(tmp_path / "fifo")
+    helper("stuck", f"read line <{tmp_path}/fifo")
+    write(tmp_path / FILES[0], {"credsStore": "stuck"})
+    real, children = subprocess.Popen.wait, list[subprocess.Popen[bytes]]()
+
+    def wait(child: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        assert timeout is not None
+        return real(child, min(timeout, 0.1))
+
+    with open(tmp_path / "fifo", "r+b", buffering=0), monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "wait", wait)
+        patch.setattr(subprocess.Popen, "kill", lambda child: children.append(child))
+        with pytest.raises(Unauthorized, match=r"docker-credential-stuck returned no credentials for .* s$"):
+            find("r.example", "a", environ, deadline=0.1)
+    (child,) = children
+    child.returncode = None
+    child.wait(10)
 
 
 def test_never_shown() -> None:

@@ -73,3 +73,7 @@ def test_retry_after() -> None:
     assert 50 < ahead <= 60
     for text in ("", "soon", "-3", "1e9", "9" * 99, "Thu, 01 Jan 1970 00:00:00 GMT", "Thu, 99 Foo 9999"):
         assert parse_retry_after(text) == 0
+    for clock in (-3600, 0, 3600):  # of the registry: 20 s are 20 s
+        now, then = (email.utils.formatdate(time.time() + clock + wait, usegmt=True) for wait in (0, 20))
+        assert parse_retry_after(then, now) in (19, 20, 21)
+    assert 50 < parse_retry_after(email.utils.formatdate(time.time() + 60, usegmt=True), "soon") <= 60

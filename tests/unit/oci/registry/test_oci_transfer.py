@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,13 +18,14 @@ import pytest
 from fake_registry import CutAnswer, CutBody, FakeRegistry, NoAnswer, Say
 from oci_regions import blobs
 
-from gpusnap.oci.base.errors import BlobError, NotInRegistry, Unreachable
+from gpusnap.oci.base.errors import BlobError, NotInRegistry, Rejected, Unreachable
 from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, Manifest, encode_document
 from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry import upload
 from gpusnap.oci.registry.copy import TransferProgress, TransferTotals, pull, push
 from gpusnap.oci.registry.credentials import Credentials
+from gpusnap.oci.registry.repository import Repository
 
 ROOT = Path(__file__).parents[4]
 SIZES = [0, 1, 70_000, 300_000, 5, 250_000, 1000, 100_000]
@@ -117,6 +119,33 @@ def test_manifests_last(registry: FakeRegistry, layout: Layout) -> None:
     first = next(at for at, path in enumerate(puts) if "manifests" in path)
     assert all("manifests" in path for path in puts[first:])
     assert puts[-1].endswith("/manifests/v1")
+
+
+@pytest.mark.parametrize("status", [400, 404])
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_registry_that_loses_blobs(
+    registry: FakeRegistry, layout: Layout, monkeypatch: pytest.MonkeyPatch, status: int, lost: int
+) -> None:
+    """What it had confirmed, and has no more when the manifest comes, is sent again, once."""
+    root = artifact(layout)
+    digests = [each.digest for each in layout.read_manifest(root).layers[2 : 2 + lost]]
+    real = Repository.put_manifest
+
+    def put(self: Repository, content: bytes, media_type: str, wanted: str = "") -> Descriptor:
+        registry.members["team/app"].difference_update(each.removeprefix("sha256:") for each in digests)
+        body = json.dumps({"errors": [{"code": "MANIFEST_BLOB_UNKNOWN", "message": "blob unknown"}]})
+        registry.rule("PUT", "/manifests/", Say(status, body=body.encode()), times=2 - lost)
+        monkeypatch.setattr(Repository, "put_manifest", real)
+        return real(self, content, media_type, wanted)
+
+    monkeypatch.setattr(Repository, "put_manifest", put)
+    if lost:
+        found = push(root, layout, registry.repository(), tag="v1")
+        assert (found.blobs, found.bytes) == (len(SIZES) + 2, sum(SIZES) + SIZES[2] + root.size)
+        assert ("team/app", "v1") in registry.manifests
+    else:  # it says so of blobs that it has
+        with pytest.raises(Rejected, match="MANIFEST_BLOB_UNKNOWN"):
+            push(root, layout, registry.repository(), tag="v1")
 
 
 def test_mounted(registry: FakeRegistry, layout: Layout) -> None:

@@ -113,7 +113,7 @@ def test_mounted_read_only(small_disk: Path) -> None:
         store.stage,
         partial(store.tag, "a", "b"),
         partial(store.remove, "a"),
-        partial(store.remove_unused, digest, []),
+        partial(store.remove_unused, {digest: []}),
         store.collect,
         partial(store.adopt, staging.path),
         Store(small_disk / "new").create,

@@ -14,6 +14,7 @@ from gpusnap.oci.base.errors import DiskError, NotThere, StagingBusy
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.unsynced import Unsynced
 from gpusnap.oci.store import staging as staging_module
+from gpusnap.oci.store import staging_lock
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import ManifestError
@@ -96,7 +97,7 @@ def test_a_directory_that_cannot_be_opened(store: Store, monkeypatch: pytest.Mon
         raise OSError(error, os.strerror(error))
 
     with monkeypatch.context() as patched:
-        patched.setattr(staging_module, "open_folder", refuse)
+        patched.setattr(staging_lock, "open_folder", refuse)
         with pytest.raises(DiskError, match=os.strerror(error)):
             handover.take_over(store, NAME)
     taken = handover.take_over(store, NAME)
