@@ -113,12 +113,13 @@ def test_no_link_is_followed(bundle: Path, name: str) -> None:
     (bundle / name).symlink_to(outside)
     path = name.replace("rootfs", "").replace("volume", "/data")
     assert found(bundle, path, 4) == ()
-    other = OtherSize(WrittenFile(path, 4), *map(str, (Path(bundle / name).parent, "out")), 10, own=True)
+    other = OtherSize(WrittenFile(path, 4), str((bundle / name).parent), "out", 10, own=True)
     with pytest.raises(ImageError, match="cannot be cut"):
         grown_files.cut([other])
     assert outside.read_text() == "0123456789"
 
 
 def test_no_configuration(bundle: Path) -> None:
-    for config in ({}, {"root": {}, "mounts": {}}, {"root": {"path": 7}}):
+    configurations: tuple[dict[str, Any], ...] = ({}, {"root": {}, "mounts": {}}, {"root": {"path": 7}})
+    for config in configurations:
         assert grown_files.find([WrittenFile("/log", 4)], config, str(bundle)) == ()
