@@ -3,7 +3,8 @@
     mkdir DIR; for name in system data; do truncate -s 600M DIR/$name; mkfs.ext4 -q -F DIR/$name; done
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --bind DIR:/mnt/images --
         /opt/gpusnap/bin/python -B /src/bench/power_cuts.py [--rounds 8] [--seed 1]
-        [--ways checkpoint,checkpoint-rm,leave-running,to-file,podman,restore,copy,rm]
+        [--ways checkpoint,checkpoint-rm,leave-running,to-file,podman,restore,copy,rm,tag,prune,pull,spill,
+        recover]
         [--options commit=600,noauto_da_alloc] /mnt/images/system /mnt/images/data
 
 The two images have a new file system each (ext4, XFS with --options nouuid, Btrfs). The first one holds
@@ -31,7 +32,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from faulthost import (
     Done,
     Hung,
     Report,
+    descendants,
     parser,
     plain,
     prepare,
@@ -49,13 +51,17 @@ from faulthost import (
     remove_all,
     run_limited,
 )
+from registryhost import running
 from shimhost import write_settings
 from support import Container, good, podman
 
 from gpusnap.runtime_shim.process import proc
 
 NAME = "w"
-WAYS = ("checkpoint", "checkpoint-rm", "leave-running", "to-file", "podman", "restore", "copy", "rm")
+WAYS = (
+    *("checkpoint", "checkpoint-rm", "leave-running", "to-file", "podman", "restore", "copy", "rm"),
+    *("tag", "prune", "pull", "spill", "recover"),
+)
 _ENDS = ("checkpoint", "checkpoint-rm", "to-file", "podman", "restore")
 STORAGE, RECORDS = Path("/var/lib/containers"), Path("/var/lib/gpusnap")
 DATA = Path("/mnt/power-data")
@@ -63,7 +69,7 @@ STORE, ARCHIVE, LOG = DATA / "store", DATA / "w.tar", DATA / "log"
 WORK = Path("/var/tmp/power-cuts")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _GONE = ("/run/containers", "/run/libpod", "/run/gpusnap", "/run/crun", "/run/netns", "/dev/shm/libpod_lock")
-_STOPPED = ("gpusnap", "gpusnap-runtime", "podman")
+STOPPED = ("gpusnap", "gpusnap-runtime", "podman")
 # With >, CRIU compares the size of the log; with >>, it does not, so a container may have written more to it.
 _SCRIPT = (
     "(exec 3{into}/data/log/w; while :; do echo line >&3; sleep 0.05; done) & "
@@ -97,10 +103,11 @@ class Disks:
         LOG.mkdir(exist_ok=True)
 
     def umount(self) -> None:
+        """Unmount them, and what was mounted below them, and below /run."""
         ours = (str(STORAGE), str(RECORDS), str(DATA), "/mnt/power-system")
         for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
             place = line.split()[4]
-            if any(place == each or place.startswith(each + "/") for each in ours):
+            if any(place == each or place.startswith(each + "/") for each in (*ours, *_GONE)):
                 # What Podman mounted in its storage before is hidden below ours.
                 subprocess.run(["umount", place], check=place in ours, stderr=subprocess.DEVNULL)
 
@@ -139,7 +146,7 @@ class Copies(threading.Thread):
         return now
 
     def _take(self) -> list[int]:
-        stopped = [pid for pid, name in processes().items() if name in _STOPPED]
+        stopped = [pid for pid, name in processes().items() if name in STOPPED]
         for pid in stopped:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -158,30 +165,28 @@ class Copies(threading.Thread):
                     os.kill(pid, signal.SIGCONT)
 
 
-def boot(disks: Disks, copy: Path) -> None:
-    """Lose power, and start again with a copy of the disks."""
+def boot(disks: Disks, copy: Path, others: Callable[[], set[int]] = set) -> None:
+    """Lose power, and start again with a copy of the disks. `others`: the processes of another host."""
+    theirs = others()
     for group in Path("/sys/fs/cgroup").rglob("cgroup.freeze"):
         with suppress(OSError):
-            group.write_text("0")
-    ours = {1, os.getpid(), *proc.list_ancestors(os.getpid())}
-    end = time.monotonic() + 20
-    while victims := processes().keys() - ours:
-        for pid in victims:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > end:
-            raise Bad(f"these do not end: {processes()}")
-        time.sleep(0.05)
-    disks.umount()
-    for path in map(Path, _GONE):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+            below = " ".join(each.read_text() for each in group.parent.rglob("cgroup.procs"))
+            if not theirs & set(map(int, below.split())):
+                group.write_text("0")
+    _end_all(disks, others)
+    for top in map(Path, _GONE):
+        # Not a directory itself: the kernel would unmount what another host has there.
+        for path in top.iterdir() if top.is_dir() else [top]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
     for folder in Path("/run/softgpu").glob("[0-9]*"):
-        shutil.rmtree(folder)
+        if int(folder.name) not in others():
+            shutil.rmtree(folder)
     for image in disks.images:
-        call("cp", "--sparse=always", copy / image.name, image)
+        # Another file, if something of the former one is not unmounted yet.
+        call("cp", "--sparse=always", "--remove-destination", copy / image.name, image)
     disks.mount()
     volatile = STORAGE / "storage/overlay-containers/volatile-containers.json"
     if volatile.exists() and not volatile.stat().st_size:
@@ -191,6 +196,27 @@ def boot(disks: Disks, copy: Path) -> None:
     with suppress(subprocess.CalledProcessError):
         subprocess.run(["umount", _BOOT], check=True, stderr=subprocess.DEVNULL)
     call("mount", "--bind", other, _BOOT)
+
+
+def _end_all(disks: Disks, others: Callable[[], set[int]]) -> None:
+    """End all processes, and unmount the disks."""
+    ours = {1, os.getpid(), *proc.list_ancestors(os.getpid())}
+    end = time.monotonic() + 20
+    while True:
+        while victims := processes().keys() - ours - others():
+            for pid in victims:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > end:
+                raise Bad(f"these do not end: {processes()}")
+            time.sleep(0.05)
+        try:
+            disks.umount()
+            return
+        except subprocess.CalledProcessError:  # such as by one that another host has just begun here
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
 
 
 def gpusnap(*words: str | os.PathLike[str]) -> Done:
@@ -222,6 +248,19 @@ def end_container() -> None:
         podman("rm", "--force", "--time", "0", each)
 
 
+def interrupt() -> None:
+    """Kill a checkpoint at a random moment, with all that it has started."""
+
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(random.uniform(0.2, 1.5))
+        for pid in descendants(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    run_limited([COMMAND, "checkpoint", NAME], during=kill)
+
+
 def run_way(way: str) -> tuple[Done, Sequence[str]]:
     """Run its command; return what it said, and the command that restores the container after it."""
     match way:
@@ -240,6 +279,33 @@ def run_way(way: str) -> tuple[Done, Sequence[str]]:
                 *(COMMAND, "restore"),
                 f"oci:{DATA}/new/folder/store:copied",
             )
+        case _:
+            return run_way_of_a_store(way)
+
+
+def run_way_of_a_store(way: str) -> tuple[Done, Sequence[str]]:
+    """Do the same for the ways of stores, and for `recover`."""
+    match way:
+        case "tag":
+            return gpusnap("tag", "first", "third"), (COMMAND, "restore", "third")
+        case "prune":
+            return gpusnap("prune", "--keep-last", "1", "--gc"), (COMMAND, "restore", "first")
+        case "pull":
+            with running() as registry:
+                there = f"{registry.host}/w:v1"
+                good(gpusnap("push", "--plain-http", "first", there))
+                for name in ("first", "second"):
+                    good(gpusnap("rm", name))
+                good(gpusnap("gc"))
+                return gpusnap("pull", "--plain-http", there, "--to", f"oci:{STORE}:pulled"), (
+                    COMMAND,
+                    "restore",
+                    "pulled",
+                )
+        case "spill":
+            return gpusnap("suspend", "--spill", "--wait", NAME), (COMMAND, "restore", "first")
+        case "recover":
+            return gpusnap("recover"), (COMMAND, "restore", "first")
         case _:
             return gpusnap("rm", "--gc", "second"), (COMMAND, "restore", "first")
 
@@ -273,6 +339,13 @@ def run(way: str, disks: Disks, report: Report, rounds: int) -> None:
     start(*(["--rm"] if way == "checkpoint-rm" else []), into=">" if way in _ENDS else ">>")
     if way == "restore":
         good(gpusnap("checkpoint", NAME))
+    if way == "prune":
+        for _ in range(2):
+            good(gpusnap("checkpoint", "--leave-running", NAME))
+    if way == "spill":
+        good(gpusnap("suspend", NAME))
+    if way == "recover":
+        interrupt()
     before = names()
     copies = Copies(disks)
     copies.start()
@@ -295,6 +368,25 @@ def run(way: str, disks: Disks, report: Report, rounds: int) -> None:
         report.note(f"{way} {copy.name} of {len(copies.found)}")
 
 
+def make_disks(given: Sequence[Path], options: str, before: Callable[[], object] = lambda: None) -> Disks:
+    """Return the disks, from copies of these images, with Podman's storage; `before` they are mounted."""
+    for number in range(8):
+        with suppress(FileExistsError):
+            os.mknod(f"/dev/loop{number}", stat.S_IFBLK | 0o600, os.makedev(7, number))
+    with suppress(FileExistsError):
+        os.mknod("/dev/loop-control", stat.S_IFCHR | 0o600, os.makedev(10, 237))
+    WORK.mkdir()
+    disks = Disks(options)
+    call("cp", "--archive", STORAGE, WORK / "containers")
+    for each, image in zip(given, disks.images, strict=True):
+        call("cp", "--sparse=always", each, image)
+    write_settings(f'runtime = "crun"\n[memory]\nchunk-size = "1M"\n[store]\npath = "{STORE}"\n')
+    before()
+    disks.mount()
+    call("cp", "--archive", f"{WORK}/containers/.", STORAGE)
+    return disks
+
+
 def main() -> int:
     options = parser(__doc__ or "", 8)
     options.add_argument("--ways", default=",".join(WAYS))
@@ -302,19 +394,7 @@ def main() -> int:
     options.add_argument("images", nargs=2, type=Path)
     chosen = options.parse_args()
     report = prepare("power_cuts", chosen)
-    for number in range(8):
-        with suppress(FileExistsError):
-            os.mknod(f"/dev/loop{number}", stat.S_IFBLK | 0o600, os.makedev(7, number))
-    with suppress(FileExistsError):
-        os.mknod("/dev/loop-control", stat.S_IFCHR | 0o600, os.makedev(10, 237))
-    WORK.mkdir()
-    disks, first = Disks(chosen.options), WORK / "first"
-    call("cp", "--archive", STORAGE, WORK / "containers")
-    for given, image in zip(chosen.images, disks.images, strict=True):
-        call("cp", "--sparse=always", given, image)
-    disks.mount()
-    call("cp", "--archive", f"{WORK}/containers/.", STORAGE)
-    write_settings(f'runtime = "crun"\n[memory]\nchunk-size = "1M"\n[store]\npath = "{STORE}"\n')
+    disks, first = make_disks(chosen.images, chosen.options), WORK / "first"
     start()
     for name in ("first", "second"):
         good(gpusnap("checkpoint", "--leave-running", "--to", f"oci:{STORE}:{name}", NAME))

@@ -43,8 +43,8 @@ def make_folder(path: str, *, sync: bool = False) -> None:
     for folder in (os.path.dirname(path), path):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-            if sync:
-                sync_folder(os.path.dirname(folder))
+        if sync:  # also one that exists: `lock`, or a process that was killed, may have made it
+            sync_folder(os.path.dirname(folder))
 
 
 def read(path: str, *, limit: int) -> Any:

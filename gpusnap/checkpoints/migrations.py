@@ -131,9 +131,14 @@ def host_of(digest: str) -> str:
 
 
 def list_outgoing(unreadable: dict[str, GpusnapError] | None = None) -> tuple[OutgoingMigration, ...]:
-    """Return all migrations from this host, the oldest first. `unreadable` and errors: as in `read_each`."""
+    """Return all migrations from this host, the oldest first. `unreadable` and errors: as in `read_each`.
+
+    One that has both files is its second one.
+    """
     keys = [name.removesuffix(_ENDING) for name in names(_NAME)]
-    return tuple(sorted(journal.read_each(keys, find, unreadable), key=lambda each: each.since))
+    found = sorted(journal.read_each(keys, find, unreadable), key=lambda each: each.since)
+    ended = {each.id for each in found if each.digest}
+    return tuple(each for each in found if each.digest or each.id not in ended)
 
 
 def check(digest: str) -> None:

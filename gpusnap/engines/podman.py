@@ -281,9 +281,13 @@ class Listing:
         return set(done.out.split())
 
 
-def names(*, seconds: float) -> dict[str, str]:
-    """Return the names of all containers, by ID. Raises GpusnapError if Podman has not answered by then."""
-    done = ask("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Names}}", seconds=seconds)
+def names(*, seconds: float, status: str = "") -> dict[str, str]:
+    """Return the names of all containers, or of those with that status, by ID.
+
+    Raises GpusnapError, also if Podman has not answered by then.
+    """
+    states = ("--filter", f"status={status}") if status else ()
+    done = ask("ps", "--all", "--no-trunc", *states, "--format", "{{.ID}} {{.Names}}", seconds=seconds)
     if done.code:
         raise GpusnapError(f"Podman cannot list its containers: {sentence(done)}")
     lines = (line.split() for line in done.out.splitlines())

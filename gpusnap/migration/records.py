@@ -37,6 +37,8 @@ MARK = "GPUSNAP_MIGRATION"
 # restore is 240 s.
 PATIENCE = 300.0
 _EVERY = 0.2
+# Seconds for Podman to list its containers.
+_ASKING = 60.0
 # Seconds for a lock, which nobody holds for longer than it takes to write a file.
 _LOCKING = 10.0
 _LIMIT = 64 << 10
@@ -221,6 +223,10 @@ def remove_restored(record: Record) -> None:
         found = podman.inspect_container(container or record.name)
     except NotFound:
         return
+    except GpusnapError:
+        if not _remove_damaged(record, container):
+            raise
+        return
     if container:
         ours = found.id == container and record.created in ("", found.created)
     else:
@@ -231,6 +237,20 @@ def remove_restored(record: Record) -> None:
         for volume in created if found.id not in record.before else ():
             with suppress(GpusnapError):
                 podman_objects.remove_volume(volume)
+
+
+def _remove_damaged(record: Record, container: str) -> bool:
+    """Remove the container if a loss of power during its restore has damaged it; return whether it was that.
+
+    Podman does not sync a container's directories: it then lists the container, but cannot inspect or start
+    it. One that has not been started since that boot is `created` for Podman. Raises GpusnapError.
+    """
+    for each, name in podman.names(seconds=_ASKING, status="created").items():
+        known = name == record.name and bool(record.source) and each.startswith(record.source)
+        if (each == container or (known and not container)) and each not in record.before:
+            podman.run_query("rm", "--force", "--time", "0", each, wanted=f"the removal of {record.name}")
+            return True
+    return False
 
 
 def _end_unknown(migration: str) -> str:

@@ -17,6 +17,7 @@ from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.blobs import check_answer
 from gpusnap.migration.link import Destination, Route, connect
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import Entry, by_age, is_later
@@ -75,25 +76,30 @@ def clear(leaving: OutgoingMigration) -> bool:
             stays = not _remove_container(leaving)
         with convert_errors():
             _remove_checkpoint(leaving.store, leaving.digest)
-    leaving.remove()
+    _remove_notes(leaving)
     return stays
 
 
 def remove_name(store: Store, name: str) -> None:
-    """Remove a checkpoint from a store; if that fails, it is kept, and `gpusnap ls` shows it."""
+    """Remove a checkpoint from a store, unless it has another name; if that fails, `gpusnap ls` shows it."""
     with suppress(OciError):
-        store.remove(store.find_exactly(name).descriptor.digest)
+        store.remove(name)
 
 
 def recover_leaving(leaving: OutgoingMigration) -> str:
     """Complete a migration whose gpusnap was killed; return what was done. Raises GpusnapError."""
-    store = Store(leaving.store)
-    remove_name(store, ahead_name(leaving.name, leaving.container))
+    store, ahead = Store(leaving.store), ahead_name(leaving.name, leaving.container)
     if not leaving.digest:
+        here = _explain_here(leaving, store)
+        if here:
+            remove_name(store, ahead)
+        else:  # such as after a loss of power: this checkpoint may be all that is left
+            here = _explain_ahead(leaving, store, ahead)
         leaving.remove()
-        return f"{leaving.name} was not migrated to {leaving.host}{_explain_here(leaving, store)}"
+        return f"{leaving.name} was not migrated to {leaving.host}{here}"
+    remove_name(store, ahead)
     if not _is_kept(store, leaving.digest):
-        leaving.remove()
+        _remove_notes(leaving)
         return f"the checkpoint {leaving.checkpoint}, of the migration to {leaving.host}, no longer exists"
     state = ask(leaving)
     if state == "confirmed":
@@ -104,15 +110,25 @@ def recover_leaving(leaving: OutgoingMigration) -> str:
         if back:
             said += "; the container here stays: it may have been started after that (podman ps shows it)"
         return said
-    leaving.remove()
+    _remove_notes(leaving)
     continues = f"gpusnap restore {leaving.checkpoint} continues it here"
     return f"{leaving.name} does not run on {leaving.host}; {continues}"
+
+
+def _remove_notes(leaving: OutgoingMigration) -> None:
+    """Remove the note of a migration, and first that from before its last checkpoint, if it is left.
+
+    Raises GpusnapError.
+    """
+    replace(leaving, digest="").remove()
+    leaving.remove()
 
 
 def _explain_here(leaving: OutgoingMigration, store: Store) -> str:
     """Say what became here of a container that the other host was not asked to restore.
 
     Its last checkpoint may have been killed, too: then an earlier one in the store is not what continues it.
+    Returns "" if nothing is known but what was sent ahead.
     """
     with suppress(GpusnapError):
         found = podman.inspect_container(leaving.container)
@@ -126,10 +142,29 @@ def _explain_here(leaving: OutgoingMigration, store: Store) -> str:
     made: tuple[Entry, ...] = ()
     with suppress(OciError):
         made = store.list_tagged(container_name(leaving.name, leaving.container))
-    since = [each for each in made if is_later(each.created, leaving.since)]
+    ahead = ahead_name(leaving.name, leaving.container)
+    since = [each for each in made if each.name != ahead and is_later(each.created, leaving.since)]
     if since:
         newest = max(since, key=lambda each: by_age(each.created)).name
         return f"; if it does not run here, gpusnap restore {newest} continues it"
+    return ""
+
+
+def _explain_ahead(leaving: OutgoingMigration, store: Store, ahead: str) -> str:
+    """Say what continues a container of which the checkpoint that was sent ahead may be all that is left."""
+    kept = first = ""
+    with suppress(GpusnapError):
+        first = f"podman rm {podman.inspect_container(leaving.container).name} && "
+    with suppress(OciError):
+        if is_later(store.find_exactly(ahead).created, leaving.since):
+            kept = f"{first}gpusnap restore {ahead} continues it from the checkpoint that was sent ahead"
+    with suppress(GpusnapError):  # Podman has forgotten its own checkpoint, if the host was restarted
+        for each in in_podman.list_restorable(store):
+            if each.id == leaving.container:
+                instead = f"; if that fails, {kept}" if kept else ""
+                return f"; {each.make_command()} continues it{instead}"
+    if kept:
+        return f"; if it does not run here, and gpusnap recover names nothing newer of it, {kept}"
     return "; if it does not run here, gpusnap recover names what is left of it"
 
 

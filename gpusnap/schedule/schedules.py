@@ -21,6 +21,7 @@ from gpusnap.base.user_errors import NotFound
 from gpusnap.doctor.base.sources import ask
 from gpusnap.engines.install.files import put_file, unlink
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.files import NOTHING_THERE, sync_folder
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError, advise, reason
 from gpusnap.runtime_shim.runtime.child_process import Finished
@@ -29,6 +30,8 @@ from gpusnap.schedule import unit_files
 FOLDER = "/etc/systemd/system"
 _PREFIX = "gpusnap-checkpoint-"
 _TIMER = ".timer"
+# The links of timers that systemd starts at boot, below FOLDER.
+_WANTED = "timers.target.wants"
 _RUNNING = "/run/systemd/system"  # sd_booted(3); also a folder of units, systemd.unit(5)
 _LONGEST = 256 - len(".service")  # unit names, systemd.unit(5)
 _SHORTEST = timedelta(seconds=30)
@@ -186,6 +189,7 @@ def write(schedule: Schedule, *, run: Run = ask) -> list[str]:
             _put(path, data)
         _systemctl(run, "daemon-reload")
         _systemctl(run, "enable", "--", f"{schedule.name}.timer")
+        _sync_link()
         timer = os.path.join(FOLDER, f"{schedule.name}.timer")
         verb = "start" if before.get(timer) == files[timer] else "restart"
         _systemctl(run, verb, "--", f"{schedule.name}.timer")
@@ -234,6 +238,20 @@ def _put(path: str, data: bytes) -> None:
         ) from error
 
 
+def _sync_link() -> None:
+    """Sync the link of the timer to disk, which systemctl does not: without it nothing starts at a boot."""
+    for folder in (os.path.join(FOLDER, _WANTED), FOLDER):
+        try:
+            sync_folder(folder)
+        except OSError as error:
+            if error.errno not in NOTHING_THERE:
+                raise GpusnapError(
+                    f"{folder} cannot be flushed to disk: {reason(error)}",
+                    hint=advise(error) or "run it as root",
+                    code="GPS-103",
+                ) from error
+
+
 def _content(path: str) -> bytes | None:
     """Return the content of a unit file; None if there is none."""
     try:
@@ -260,6 +278,7 @@ def remove(container: str, *, run: Run = ask) -> list[str]:
     if os.path.isdir(_RUNNING):
         if paths[0] in there:
             _systemctl(run, "disable", "--now", "--", f"{name}.timer")
+            _sync_link()
         copy = os.path.join(_RUNNING, f"{name}.service")
         data = _content(paths[1])
         if data is not None and _is_running(run, f"{name}.service"):

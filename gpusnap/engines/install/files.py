@@ -1,4 +1,8 @@
-"""Files of a host, or of a tree, for `gpusnap install`: reads their states, and writes each atomically."""
+"""Files of a host, or of a tree, for `gpusnap install`: reads their states, and writes each atomically.
+
+A change is on disk before the next one begins. The files may be on several file systems, and after a loss of
+power, an engine's configuration must not name a program that is not there: no container would start.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import stat
 from contextlib import suppress
 
+from gpusnap.oci.base.files import sync_folder
 from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
 
 # Our files are smaller; a larger one is somebody else's, whatever its digest.
@@ -73,6 +78,7 @@ def make_folder(path: str) -> None:
     make_folder(os.path.dirname(path))
     os.mkdir(path)
     os.chmod(path, 0o755)
+    sync_folder(os.path.dirname(path))
 
 
 def put_link(path: str, target: str) -> None:
@@ -82,10 +88,11 @@ def put_link(path: str, target: str) -> None:
         os.unlink(new)
     os.symlink(target, new)
     os.replace(new, path)
+    sync_folder(os.path.dirname(path))
 
 
 def put_file(path: str, data: bytes, mode: int, *, sync: bool = True) -> None:
-    """Write a file, and sync it unless `sync` is false. Raises OSError."""
+    """Write a file, and sync it and its name unless `sync` is false. Raises OSError."""
     new = make_pending_name(path)
     with suppress(FileNotFoundError):
         os.unlink(new)
@@ -101,12 +108,15 @@ def put_file(path: str, data: bytes, mode: int, *, sync: bool = True) -> None:
         with suppress(OSError):
             os.unlink(new)
         raise
+    if sync:
+        sync_folder(os.path.dirname(path))
 
 
 def unlink(path: str) -> None:
-    """Remove a file, if it exists. Raises GpusnapError."""
+    """Remove a file, if it exists, for good. Raises GpusnapError."""
     try:
         os.unlink(path)
+        sync_folder(os.path.dirname(path))
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:

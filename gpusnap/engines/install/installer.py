@@ -21,6 +21,7 @@ from gpusnap.engines.install import files
 from gpusnap.engines.install.files import check_inside, file_state, join_root, state
 from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.files import sync_folder
 from gpusnap.oci.base.locks import try_exclusive
 from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
 
@@ -249,6 +250,7 @@ def _hold_lock(root: str) -> Iterator[None]:
         files.make_folder(os.path.dirname(folder))
         with suppress(FileExistsError):
             os.mkdir(folder, _OWN_MODE | stat.S_ISVTX)
+            sync_folder(os.path.dirname(folder))
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise GpusnapError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,6 +122,38 @@ def test_by_its_id(removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proc, "environment", lambda pid: {})
     records.remove_restored(Record(ID, "running", "another name", (), "new"))
     assert removed == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "known", "before", "gone"),
+    [
+        ({"new": "w"}, "", (), True),
+        ({"new": "x"}, "new", (), True),
+        ({"other": "w"}, "", (), False),
+        ({"new": "x"}, "", (), False),
+        ({"new": "w"}, "", ("new",), False),
+        ({"other": "w"}, "new", (), False),
+    ],
+)
+def test_one_that_a_loss_of_power_has_damaged(
+    removed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    listed: dict[str, str],
+    known: str,
+    before: tuple[str, ...],
+    gone: bool,
+) -> None:
+    """Podman lists it, and cannot inspect it: it goes, if its ID shows whose it is. Others are told of."""
+
+    def fail(wanted: str) -> podman.Container:
+        raise GpusnapError("Podman cannot inspect the container w: readlink overlay: invalid argument")
+
+    monkeypatch.setattr(podman, "inspect_container", fail)
+    monkeypatch.setattr(podman, "names", lambda *, seconds, status: listed if status == "created" else {})
+    record = Record(ID, "restoring", "w", before, known, source="ne")
+    with nullcontext() if gone else pytest.raises(GpusnapError, match="cannot inspect"):
+        records.remove_restored(record)
+    assert removed == (["new"] if gone else [])
 
 
 @pytest.mark.parametrize("state", ["restoring", "running"])

@@ -22,6 +22,7 @@ from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman
 from gpusnap.migration import unfinished
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.runtime_shim import state_files
@@ -265,15 +266,63 @@ def test_a_checkpoint_that_was_removed(leaving: OutgoingMigration, host_store: S
     assert migrations.list_outgoing() == ()
 
 
-def test_one_that_was_sent_ahead(leaving: OutgoingMigration, host_store: Store) -> None:
-    """Its checkpoint goes; the container was never stopped."""
+@pytest.mark.parametrize("state", ["running", "checkpointed", "stopped", "unknown", "a later one"])
+def test_one_that_was_sent_ahead(
+    leaving: OutgoingMigration, host_store: Store, fake: FakePodman, tmp_path: Path, state: str
+) -> None:
+    """Its checkpoint goes, unless it is all that is left, as after a loss of power."""
     leaving.remove()
     host_store.tag("w:20261122-100000", "w:migrating")
-    ahead = replace(leaving, digest="")
+    if state != "a later one":
+        host_store.remove("w:20261122-100000")
+    status = state if state in ("running", "exited") else "exited"
+    fake.has(status=status, checkpointed=state == "checkpointed")
+    if state == "unknown":
+        (fake.folder / "inspect.json").unlink()
+    ahead = replace(leaving, digest="", since="2026-01-01T10:00:00+00:00")
     ahead.write()
-    assert "w was not migrated to gpu2" in unfinished.recover_leaving(*migrations.list_outgoing())
-    assert host_store.entries() == ()
+    said = unfinished.recover_leaving(*migrations.list_outgoing())
+    assert said.startswith("w was not migrated to gpu2")
+    left = ["w:migrating"] if state in ("stopped", "unknown") else []
+    left += ["w:20261122-100000"] if state == "a later one" else []
+    assert [each.name for each in host_store.entries()] == left
+    first = "" if state == "unknown" else "podman rm w && "
+    assert said.endswith(
+        f"; if it does not run here, and gpusnap recover names nothing newer of it, {first}gpusnap restore "
+        "w:migrating continues it from the checkpoint that was sent ahead"
+    ) == (left == ["w:migrating"])
     assert migrations.list_outgoing() == ()
+
+
+def test_one_that_podman_can_restore(
+    leaving: OutgoingMigration, host_store: Store, fake: FakePodman, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Podman forgets after a loss of power that it has a checkpoint, which is later than what went ahead."""
+    leaving.remove()
+    host_store.tag("w:20261122-100000", "w:migrating")
+    host_store.remove("w:20261122-100000")
+    fake.has(status="exited", checkpointed=False)
+    there = in_podman.StoppedContainer(podman.inspect_container("w"), host_store.path, frozenset())
+    monkeypatch.setattr(in_podman, "list_restorable", lambda store: (there,))
+    ahead = replace(leaving, digest="", since="2026-01-01T10:00:00+00:00")
+    assert unfinished.recover_leaving(ahead) == (
+        "w was not migrated to gpu2; podman container restore w continues it; if that fails, podman rm w && "
+        "gpusnap restore w:migrating continues it from the checkpoint that was sent ahead"
+    )
+    assert [each.name for each in host_store.entries()] == ["w:migrating"]
+
+
+def test_killed_between_its_notes(
+    leaving: OutgoingMigration, host_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one counts alone: by the earlier one, the container would be continued here as well."""
+    replace(leaving, digest="").write()
+    monkeypatch.setattr(unfinished, "ask", lambda leaving: "confirmed")
+    (found,) = migrations.list_outgoing()
+    assert found.digest == leaving.digest
+    assert "w was migrated to gpu2" in unfinished.recover_leaving(found)
+    assert migrations.list_outgoing() == ()
+    assert host_store.entries() == ()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def test_what_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A durable file with its directories; one that was removed does not come back."""
     disk = Synced(tmp_path, monkeypatch)
     path = tmp_path / "lib" / "own" / "x.json"
-    state_files.write_durably(str(path), b"1")
+    with lock(path.with_name("lock")):  # it makes the directories
+        state_files.write_durably(str(path), b"1")
     assert disk.has(path)
     assert [os.stat(each).st_mode & 0o777 for each in (path, path.parent)] == [0o600, 0o700]
     state_files.remove(str(path))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_podman import ID, FakePodman
+from synced import Synced
 
 from gpusnap.base.user_errors import NotFound
 from gpusnap.engines.install.files import put_file
@@ -143,6 +144,27 @@ def test_there_and_gone(units: Path, systemctl: Systemctl) -> None:
     assert [each.name for each in units.parent.iterdir()] == ["units"]
     with pytest.raises(NotFound, match="there is no schedule for the container tr-1"):
         remove("tr-1", run=systemctl)
+
+
+def test_a_loss_of_power(units: Path, systemctl: Systemctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was reported is on disk, with the link of systemctl's by which the timer starts at the boot."""
+    link = units / "timers.target.wants/gpusnap-checkpoint-w.timer"
+
+    def run(argv: Sequence[str]) -> Finished:
+        if "enable" in argv:
+            link.parent.mkdir()
+            link.symlink_to(units / link.name)
+        elif "disable" in argv:
+            link.unlink()
+            link.parent.rmdir()
+        return systemctl(argv)
+
+    synced = Synced(units, monkeypatch)
+    paths = write(Schedule("w", HALF_HOUR, ()), run=run)
+    assert all(synced.has_file(path) for path in paths)
+    assert synced.has(link)
+    remove("w", run=run)
+    assert not any(synced.has(path) for path in (*paths, str(link)))
 
 
 def test_the_same_again(units: Path, systemctl: Systemctl) -> None:

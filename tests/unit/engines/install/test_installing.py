@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from synced import Synced
 
 from gpusnap.engines.install import files as install_files
 from gpusnap.engines.install.installer import Change, Item, install, uninstall
@@ -303,6 +304,34 @@ def test_cut_off_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forwa
         assert listing(root) == empty, at
         at += 1
     assert at > 10
+
+
+def test_a_loss_of_power(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's configuration is on disk after the program that it names, and gone from there before it."""
+    synced = Synced(Path(root), monkeypatch)
+    moments = []
+
+    def watch(name: str) -> None:
+        real = getattr(os, name)
+
+        def function(*args: str, **more: object) -> None:
+            there = [synced.has(root + each) for each in (RECORD, LINK, PROGRAM, CONF)]
+            moments.append((name, os.path.basename(args[-1]), there))
+            real(*args, **more)
+
+        monkeypatch.setattr(os, name, function)
+
+    watch("replace")
+    watch("unlink")
+    install(ITEMS, root=root)
+    assert ("replace", os.path.basename(CONF), [True, True, True, False]) in moments
+    assert all(synced.has_file(root + path) for path in (RECORD, PROGRAM, SETTINGS, CONF))
+    assert synced.has(root + LINK)
+    moments.clear()
+    uninstall(root=root)
+    assert ("unlink", os.path.basename(CONF), [True, True, True, True]) in moments
+    assert ("unlink", os.path.basename(PROGRAM), [True, True, True, False]) in moments
+    assert ("unlink", os.path.basename(RECORD), [True, False, False, False]) in moments
 
 
 def test_a_disk_that_fails(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
