@@ -101,7 +101,8 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     _make_work(call, real)
     driver = find_driver()
     if driver is None:
-        podman_shm.keep(os.path.dirname(str(call.images())))  # the driver may be gone since the last time
+        if (path := call.image_path or "").startswith("/"):
+            podman_shm.keep(os.path.dirname(path))  # the driver may be gone since the last checkpoint
         _hand_over(call, real)
     _take_away(call, real, driver)
     root = container_key.root(call.globals.root, real.kind)

@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records import manifest_file as drafts
 from gpusnap.runtime_shim.records.manifest_file import Draft
-from gpusnap.runtime_shim.runtime import conmon
+from gpusnap.runtime_shim.runtime import conmon, podman_shm
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.run import invoke
 from gpusnap.runtime_shim.settings import Nvidia
@@ -927,13 +927,23 @@ def test_without_a_driver(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None
     from gpusnap.runtime_shim.shim import dispatch
 
     monkeypatch.setattr(dispatch, "find_driver", lambda: None)
+    # Of a checkpoint that left it running, when the host had a driver.
+    link = scene.image.parent / podman_shm.LINK[0]
+    link.symlink_to(podman_shm.LINK[1])
     handed_over(scene)
+    assert not link.is_symlink()
 
 
-def test_without_a_gpu_process(scene: Scene) -> None:
-    """A container without a GPU is the real runtime's."""
+@pytest.mark.parametrize("source", ["/dev/shm", "shm"])
+def test_without_a_gpu_process(scene: Scene, source: str) -> None:
+    """A container without a GPU is the real runtime's; but Podman keeps no /dev/shm of others."""
     scene.family.spawn()
+    source = os.path.join(scene.bundle, source)
+    mount = {"destination": "/dev/shm", "source": source, "options": ["bind"]}
+    config = {"annotations": {"io.container.manager": "libpod"}, "mounts": [mount]}
+    (scene.bundle / "config.json").write_text(json.dumps(config))
     handed_over(scene)
+    assert (scene.bundle / podman_shm.LINK[0]).is_symlink() == (source == "/dev/shm")
 
 
 def test_a_neighbour_with_a_gpu(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
