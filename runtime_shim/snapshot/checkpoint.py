@@ -339,6 +339,8 @@ def _dump(job: CheckpointJob, draft: Draft, held: HeldDump | None) -> None:
             if job.volumes:
                 with job.transaction.step("volumes"):
                     volumes.take(job.image_path, volumes.list_open(job.processes(), job.volumes))
+            else:
+                volumes.take(job.image_path, ())  # removes those of an earlier checkpoint in the same place
             if not job.runs_on and not waits:
                 _sync_written_files(job, stopped=True)
             _check_podman(job)

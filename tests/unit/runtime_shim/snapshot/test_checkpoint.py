@@ -36,7 +36,7 @@ from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import nccl, space
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
-from gpusnap.runtime_shim.snapshot.records import reservations
+from gpusnap.runtime_shim.snapshot.records import reservations, volume_image
 
 MANAGED = "the GPU driver could not checkpoint process 7: it uses managed memory"
 
@@ -101,6 +101,15 @@ def test_checkpoint(scene: Scene) -> None:
     ]
     assert sorted(scene.driver.of("lock")) == sorted(scene.driver.of("checkpoint")) == sorted(pids)
     assert scene.driver.of("restore") == scene.driver.of("unlock") == []
+
+
+def test_volumes_of_an_earlier_checkpoint(scene: Scene) -> None:
+    """Podman has all checkpoints of a container in one place; a restore would bring the earlier files back."""
+    scene.gpu_processes(1)
+    scene.image.mkdir()
+    (scene.image / volume_image.IMAGE).write_text("files of a container that continued")
+    assert scene.checkpoint().code == 0
+    assert not (scene.image / volume_image.IMAGE).exists()
 
 
 def test_all_at_once(scene: Scene) -> None:
