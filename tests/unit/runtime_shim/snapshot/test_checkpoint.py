@@ -104,7 +104,7 @@ def test_checkpoint(scene: Scene) -> None:
 
 
 def test_volumes_of_an_earlier_checkpoint(scene: Scene) -> None:
-    """Podman has all checkpoints of a container in one place; a restore would bring the earlier files back."""
+    """Podman has all checkpoints of a container in one place: a restore would bring earlier files back."""
     scene.gpu_processes(1)
     scene.image.mkdir()
     (scene.image / volume_image.IMAGE).write_text("files of a container that continued")
