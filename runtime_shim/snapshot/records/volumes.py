@@ -17,11 +17,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from enum import Enum
 from io import FileIO
-from typing import Any, TypeVar
+from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import write_all
@@ -46,7 +46,6 @@ _SUBPATH = compile_later(r"(/.*)/volume-subpaths/([^/]+)/[^/]+/\d+")
 _SHM = compile_later(r"/.*/(?:sandboxes/[^/]+|userdata)/shm")
 _AT = "/dev/shm"
 
-_Answer = TypeVar("_Answer")
 _DELETED = " (deleted)"
 _PIECE = 1 << 20  # bytes per request
 
@@ -276,16 +275,13 @@ def put_back(image_path: str, config: Mapping[str, Any], bundle: str) -> None:
 def _entry(each: OpenVolumeFile) -> Entry:
     kind, size, extents = KINDS[stat.S_IFMT(each.info.st_mode)], 0, tuple[tuple[int, int], ...]()
     if kind == FILE:
-        size, extents = _ask(each, _measure, each)
+        if each.of_container:
+            size, extents = question_process.ask(each.process.pid, each.link, _measure, each)
+        else:
+            size, extents = _measure(each)
     info = each.info
     mode = stat.S_IMODE(info.st_mode)
     return Entry(each.volume, each.path, kind, mode, info.st_uid, info.st_gid, size, extents)
-
-
-def _ask(each: OpenVolumeFile, ask: Callable[..., _Answer], *words: object) -> _Answer:
-    if not each.of_container:
-        return ask(*words)
-    return question_process.ask(each.process.pid, each.link, ask, *words)
 
 
 def _measure(each: OpenVolumeFile) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -320,17 +316,27 @@ def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
 def _copy_out(each: OpenVolumeFile, entry: Entry, image: int) -> None:
     if not entry.extents:
         return
-    for offset, length in entry.extents:
-        at, end = offset, offset + length
-        while at < end:
-            piece = _ask(each, _piece, each, at, min(_PIECE, end - at))
-            if not piece:
-                raise ImageError(
-                    f"{each.volume}/{each.path} was truncated while it was being copied",
-                    hint="checkpoint the container again",
+    with nullcontext() if each.of_container else _open_file(each) as file:
+        for offset, length in entry.extents:
+            at, end = offset, offset + length
+            while at < end:
+                size = min(_PIECE, end - at)
+                done = (
+                    os.sendfile(image, file.fileno(), at, size) if file else _ask_for(each, at, size, image)
                 )
-            write_all(image, piece)
-            at += len(piece)
+                if not done:
+                    raise ImageError(
+                        f"{each.volume}/{each.path} was truncated while it was being copied",
+                        hint="checkpoint the container again",
+                    )
+                at += done
+
+
+def _ask_for(each: OpenVolumeFile, offset: int, size: int, image: int) -> int:
+    """Copy a piece that another process reads; return how many bytes that were."""
+    piece = question_process.ask(each.process.pid, each.link, _piece, each, offset, size)
+    write_all(image, piece)
+    return len(piece)
 
 
 def _piece(each: OpenVolumeFile, offset: int, size: int) -> bytes:
