@@ -330,6 +330,11 @@ def is_default(path: str) -> bool:
     return False
 
 
+def add_place(command: str, path: str) -> str:
+    """Return a command with the store that it is for; this host's needs no word."""
+    return f"{command} {format_place(path)}".rstrip()
+
+
 def format_place(path: str, name: str = "") -> str:
     """Return how a command names something in a store, or the store itself: empty for this host's."""
     if is_default(path):

@@ -53,8 +53,11 @@ def find_source(config: Mapping[str, Any]) -> str:
 
 
 def is_own(source: str, bundle: str) -> bool:
-    """Whether such a directory is the container's alone."""
-    return source == os.path.join(os.path.normpath(bundle), "shm")
+    """Whether such a directory is the container's alone.
+
+    Podman's storage may be behind a symbolic link, which a runtime's state may name or not.
+    """
+    return os.path.realpath(source) == os.path.realpath(os.path.join(bundle, "shm"))
 
 
 def prepare(config: Mapping[str, Any], bundle: str, *, runs_on: bool) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -130,10 +130,10 @@ def checkpoint(
         with _name_whole_failure(job), _hold_dump(job) as held, job.transaction as transaction:
             with transaction.step("inspect"):
                 _check_podman(job)
-                _inspect(job)
+                config = _inspect(job)
             draft = Draft(str(call.images()), sync=settings.memory.sync)
             with transaction.step("prepare"):
-                _prepare(job, draft)
+                _prepare(job, draft, config)
                 if settings.memory.sync and job.runs_on:
                     written_files.prepare(container.pid)
                 elif settings.memory.sync:
@@ -205,8 +205,11 @@ def _choose_destination(
     )
 
 
-def _inspect(job: CheckpointJob) -> None:
-    """Check the container, and collect what the dump needs to know. Nothing is changed."""
+def _inspect(job: CheckpointJob) -> dict[str, Any]:
+    """Check the container, and collect what the dump needs to know; return its config.json.
+
+    Nothing is changed.
+    """
     job.driver.open()
     job.host = job.driver.host()
     job.init = proc.process(job.container.pid)
@@ -238,7 +241,7 @@ def _inspect(job: CheckpointJob) -> None:
                 hint="give --leave-running, and remove the container afterwards",
                 code="GPS-206",
             )
-        return  # the rest was checked before it was suspended, and a frozen process cannot answer
+        return config  # the rest was checked before it was suspended; a frozen process cannot answer
     thaw(job)
     if job.remover is not None:
         left_stopped.check(job, _connections(job))
@@ -263,6 +266,7 @@ def _inspect(job: CheckpointJob) -> None:
             f"processes that exec started in the container are not in its checkpoint: process {names}",
             code="GPS-212",
         )
+    return config
 
 
 def _connections(job: CheckpointJob) -> criu_config.Connections:
@@ -286,10 +290,9 @@ def _refuse_unknown_devices(job: CheckpointJob, config: dict[str, Any]) -> None:
             )
 
 
-def _prepare(job: CheckpointJob, draft: Draft) -> None:
+def _prepare(job: CheckpointJob, draft: Draft, config: Mapping[str, Any]) -> None:
     """Prepare the image directory. An earlier checkpoint in it stays complete until the dump begins."""
-    folder = job.container.bundle
-    podman_shm.prepare(containers.bundle_config(folder), folder, runs_on=job.runs_on)
+    podman_shm.prepare(config, job.container.bundle, runs_on=job.runs_on)
     image.make(job.image_path)
     job.transaction.undo("removing the incomplete image", lambda: _discard(job))
     draft.begin()

@@ -11,7 +11,7 @@ import click
 from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.checkpoints.labels import written_labels
-from gpusnap.checkpoints.locator import default_store, format_place, in_store, open_store
+from gpusnap.checkpoints.locator import add_place, default_store, in_store, open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_stored
@@ -52,8 +52,7 @@ def history(name: str, as_json: bool) -> None:
     if not found:
         raise NotFound(
             f"{store.path} has no checkpoint of the container {word}",
-            hint=f"gpusnap ls {format_place(store.path)}".rstrip()
-            + " lists the checkpoints and their containers",
+            hint=f"{add_place('gpusnap ls', store.path)} lists the checkpoints and their containers",
             code="GPS-701",
         )
     now = datetime.now(UTC)

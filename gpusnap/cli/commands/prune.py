@@ -11,7 +11,7 @@ import click
 from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints.list import UNREAD
-from gpusnap.checkpoints.locator import format_place, open_store
+from gpusnap.checkpoints.locator import add_place, format_place, open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands.stores.upkeep import collect_store, collected_document, find_store
@@ -111,8 +111,7 @@ def prune(
         store_tables.print_collected(show.output(), store.path, collected, dry_run=False)
     elif not dry_run and any(each.goes for each in found):
         once = " when all others are complete" if any(each.fault for each in found) else ""
-        gc = f"gpusnap gc {format_place(store.path)}".rstrip()
-        show.say(show.output(), f"{gc} frees the space that they use{once}")
+        show.say(show.output(), f"{add_place('gpusnap gc', store.path)} frees the space that they use{once}")
 
 
 def _warn(found: Sequence[Verdict], path: str) -> None:

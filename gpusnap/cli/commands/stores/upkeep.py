@@ -15,6 +15,7 @@ from gpusnap.checkpoints.formats.annotations import CONTAINER_ID, CREATED
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import (
     InStore,
+    add_place,
     default_store,
     format_place,
     has_layout,
@@ -325,8 +326,7 @@ def _say_removed(removed: Sequence[_Removed], collected: Sequence[tuple[Store, C
             show.say(console, f"{store_tables.shorten_digest(each.digest)} stays, as {left}")
     if not collected:
         for path in dict.fromkeys(each.store for each in removed if not each.left):
-            gc = f"gpusnap gc {format_place(path)}".rstrip()
-            show.say(console, f"{gc} frees the space that it used")
+            show.say(console, f"{add_place('gpusnap gc', path)} frees the space that it used")
 
 
 def collect_store(store: Store, *, dry_run: bool) -> Collected:

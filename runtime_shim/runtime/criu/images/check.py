@@ -34,7 +34,6 @@ _PAGEMAP = compile_later(r"pagemap-([0-9]{1,10})\.img", re.ASCII)
 _OTHERS = ("descriptors.json", "stats-dump")
 PARENT = "parent"
 """The link to the directory of an earlier dump (CR_PARENT_LINK in criu/include/image.h)."""
-_FILES = "files"
 LINK = "a symbolic link"
 _MOST_PARENTS = 64
 _PIECE = 1 << 20
@@ -148,7 +147,7 @@ class Checker:
             _read_ghost(source)
         else:
             for message in _messages(source, kind):
-                if kind == _FILES:
+                if kind == "files":
                     self._note_written(message)
                 elif kind == "pstree":
                     # CRIU also records a thread for a zombie, and leaves its number unset (seen with 4.1.1).

@@ -48,6 +48,16 @@ def test_kept_again(tmp_path: Path) -> None:
     assert (tmp_path / LINK[0]).read_text() == "an earlier checkpoint's"
 
 
+def test_storage_behind_a_link(tmp_path: Path) -> None:
+    """A runtime may name the bundle by its real path: it is the container's own all the same."""
+    bundle = tmp_path / "disk/userdata"
+    bundle.mkdir(parents=True)
+    (tmp_path / "storage").symlink_to("disk")
+    podman_shm.prepare(configuration(f"{tmp_path}/storage/userdata/shm"), str(bundle), runs_on=False)
+    podman_shm.prepare(configuration(f"{bundle}/shm"), f"{tmp_path}/storage/userdata", runs_on=False)
+    assert list(bundle.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "config",
     [
