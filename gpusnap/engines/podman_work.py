@@ -31,6 +31,7 @@ from gpusnap.runtime_shim.base.errors import MAKE_ROOM, GpusnapError, Interrupte
 from gpusnap.runtime_shim.base.log import NOTE, note
 from gpusnap.runtime_shim.base.stop_signals import handle_signals, note_signal
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import podman_shm
 
 # In the environment of Podman; the runtime of a restore inherits it from conmon.
 _MARK = "GPUSNAP_CALLER"
@@ -40,7 +41,9 @@ _KILLED = compile_later(r"^Error: .*(?:failed: signal: killed|no logs from conmo
 # Go's texts of ENOSPC and EDQUOT, where Podman itself has written.
 _FULL = compile_later(r"no space left on device|disk quota exceeded")
 # containers/storage, archive.TarWithOptions: logged only. The tar ends there, and lacks all later files.
-_CUT_OFF = compile_later(r"archive/tar: missed writing \d+ bytes")
+_CUT_OFF = compile_later(r"Can't add file (.*?) to tar: archive/tar: missed writing \d+ bytes")
+# A file of a container's /dev/shm (libpod, Container.mountSHM).
+_IN_SHM = compile_later(r"(/.*-containers/([0-9a-f]{64})/userdata)/shm/.+")
 # libpod, CRImportCheckpoint, about a pod into which a container cannot be restored.
 _OTHER_POD = compile_later(r"^Podman failed: pod \S+ does not share the \w+ namespace")
 
@@ -120,7 +123,7 @@ def _work(
                 say(_decide_signal(words[1], relay))
         ended = finish(child, out, err)
         if not ended.code:
-            _check_whole(ended)
+            _check_whole(ended, words[-1])
             done(ended.out.strip())
     if ended.code:
         if ended.code < 0 and not relay.passed:
@@ -156,15 +159,24 @@ def _work(
     return ended.out.strip(), bool(relay.came)
 
 
-def _check_whole(ended: FinishedPodman) -> None:
-    """Raise GpusnapError if Podman has left out files, though it reports success."""
-    if _CUT_OFF.search(ended.err):
+def _check_whole(ended: FinishedPodman, of: str) -> None:
+    """Raise GpusnapError if Podman has left out files, though it reports success; `of`: the ID."""
+    lost = [match[1] for match in _CUT_OFF.finditer(ended.err) if not _is_discarded(match[1], of)]
+    if lost:
         raise GpusnapError(
             "Podman's archive lacks files of the container, because one of them became shorter while Podman "
             "read it",
             hint="try again; without --leave-running, no process of the container changes its files",
             code="GPS-907",
         )
+
+
+def _is_discarded(path: str, of: str) -> bool:
+    """Whether Podman writes such a file of /dev/shm to /dev/null, because gpusnap itself keeps it."""
+    if path.startswith("/dev/shm/"):
+        return True
+    own = _IN_SHM.fullmatch(path)
+    return own is not None and (own[2] != of or os.path.islink(os.path.join(own[1], podman_shm.LINK[0])))
 
 
 class _Relay:

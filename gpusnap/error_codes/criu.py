@@ -235,11 +235,23 @@ CODES = (
         "file-cut",
         "A note, not an error: the container is restored. With `--leave-running`, the engine reads the "
         "container's changed files after it has continued. A file that a process had open for writing was "
-        "longer by then than the process knows, and was cut to its size at the dump. With `criu.cut-files`, "
-        "so are files in volumes and directories of the host. Podman does not pass this note on.",
+        "longer by then than the process knows, and too large to be copied while the container was stopped; "
+        "it was cut to its size at the dump. With `criu.cut-files`, so are files in volumes and directories "
+        "of the host. Podman does not pass this note on.",
         "Nothing, for a file that is only written to at its end. A program that also changes a file before "
         "its end, such as a database, may find newer data there: checkpoint it without `--leave-running`, "
         "or keep the file in a volume and restore that together with the memory. See "
         "docs/podman.md#volumes.",
+    ),
+    ErrorCode(
+        "GPS-530",
+        "file-may-be-newer",
+        "A note, not an error: the checkpoint is made. With `--leave-running`, the engine reads the "
+        "container's changed files after it has continued. While the container is stopped, gpusnap copies "
+        "those that a process has open for writing, the smallest first, up to `criu.ghost-limit` in all. "
+        "The file in the note did not fit, so the checkpoint may have it as it was some moments later.",
+        "Nothing, for a file that is only written to at its end, such as a log or a download. For a "
+        "database, raise `criu.ghost-limit` above the size of the file: the container is stopped for about "
+        "1 s per GiB longer. Or checkpoint it without `--leave-running`.",
     ),
 )

@@ -226,7 +226,8 @@ def _inspect(job: CheckpointJob) -> dict[str, Any]:
     criu_mounts.check_mounts(job.mounts)  # a restore would refuse these, so refuse them now
     job.volumes = volumes.find_to_copy(config, job.container.bundle, runs_on=job.runs_on)
     members = job.processes()
-    volumes.check(volumes.list_open(members, job.volumes), job.volumes, job.settings.criu.ghost_limit)
+    of_pod = tuple(each for each in job.volumes if each.kind is volumes.Kind.POD)
+    volumes.check(volumes.list_open(members, of_pod), job.settings.criu.ghost_limit)
     _refuse_unknown_devices(job, config)
     # Refuse now what the runtime does not accept; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
@@ -341,7 +342,8 @@ def _dump(job: CheckpointJob, draft: Draft, held: HeldDump | None) -> None:
         with pause_for_dump(job) as pause:
             if job.volumes:
                 with job.transaction.step("volumes"):
-                    volumes.take(job.image_path, volumes.list_open(job.processes(), job.volumes))
+                    opened = volumes.list_open(job.processes(), job.volumes)
+                    volumes.take(job.image_path, volumes.leave_out(opened, job.settings.criu.ghost_limit))
             else:
                 volumes.take(job.image_path, ())  # removes those of an earlier checkpoint in the same place
             if not job.runs_on and not waits:

@@ -109,11 +109,13 @@ def _prepare_files(job: RestoreJob, config: dict[str, Any]) -> None:
     """Bring the files that processes had open to where CRIU looks for them, as they were."""
     folder = str(job.call.bundle_dir())
     found: tuple[grown_files.OtherSize, ...] = ()
+    images = str(job.call.images(job.real.kind))
     if job.written:
         what = "the files that the container had open for writing"
-        found = image_process.ask(what, grown_files.find, job.written, config, folder)
+        kept = volumes.list_restored(images, config, folder)
+        found = image_process.ask(what, grown_files.find, job.written, kept, config, folder)
     grown_files.check(found, may_cut=job.settings.criu.cut_files)
-    volumes.put_back(str(job.call.images(job.real.kind)), config, folder)
+    volumes.put_back(images, config, folder)
     if cut := grown_files.cut(found):
         more = f", and {len(cut) - 1} more of its files" if len(cut) > 1 else ""
         note(

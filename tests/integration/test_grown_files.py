@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,18 @@ exec 5>{log}; n=0
 while :; do n=$((n + 1)); echo "line $n" >&5; sleep 0.02; done &
 exec {gpuwork}
 """
+
+
+# A file like a database's, of which the memory knows all; and files that are renamed when they are whole.
+CHANGING = """
+n=0; exec 5<>/n; echo 0 >/n
+while :; do
+    read v </n; [ "$v" = $n ] || echo "memory $n, file $v"
+    n=$((n + 1)); echo $n 1<>/n
+done &
+while :; do k=$((k + 1)); exec 6>/part$k; echo $k >&6; sleep 0.05; mv /part$k /whole; done &
+exec {gpuwork}
+""".format(gpuwork=" ".join(GPUWORK_LINE))
 
 
 @pytest.fixture
@@ -65,6 +78,26 @@ def test_in_the_container(store: Store, tmp_path: Path, way: str) -> None:
     log = Path(f"/proc/{container.pid}/root/log")
     before = whole(log)
     until(lambda: whole(log) > before + 5, "it writes on")
+
+
+def has_changed(file: Path, before: int) -> bool:
+    """Whether there is another file of this name."""
+    return file.stat().st_ino != before
+
+
+@pytest.mark.parametrize("way", ["podman", "store"])
+def test_files_that_change_and_files_that_go(store: Store, tmp_path: Path, way: str) -> None:
+    """The engine reads them some moments after the dump; they come back as they were at the dump."""
+    container = Container.start("w", script=CHANGING)
+    for _ in range(3):
+        checkpoint(way, tmp_path / "a.tar.zst")
+        container.remove()
+        good(restore(way, tmp_path / "a.tar.zst"))
+        container.goes_on()
+        renamed = Path(f"/proc/{container.pid}/root/whole")
+        before = renamed.stat().st_ino
+        until(partial(has_changed, renamed, before), "it renames files")
+        assert re.findall(r"memory \d+, file \d*", container.log()) == []
 
 
 def test_in_a_directory_of_the_host(store: Store, tmp_path: Path) -> None:

@@ -112,6 +112,20 @@ def test_it_changes_after_the_dump(store: Store, tmp_path: Path, way: str) -> No
     assert re.findall(r"memory \d+, file \d*", container.log()) == []
 
 
+def test_a_file_that_shrinks(store: Store) -> None:
+    """Podman reads it, logs that it became shorter, and writes it to /dev/null: nothing is lost."""
+    script = (
+        "(while :; do truncate -s 40M /dev/shm/a; sleep 0.02; truncate -s 1K /dev/shm/a; done) & "
+        f"exec {' '.join(GPUWORK_LINE)}"
+    )
+    container = Container.start("w", script=script)
+    for _ in range(4):
+        good(gpusnap("checkpoint", "--leave-running", "w"))
+    container.remove()
+    good(gpusnap("restore", "w"))
+    container.goes_on()
+
+
 def count(container: Container) -> int:
     """What is in its file; 0 while it is being written."""
     return int((shared_memory(container) / "n").read_text() or 0)

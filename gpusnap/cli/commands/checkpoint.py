@@ -100,8 +100,8 @@ def checkpoint(
     same name, it loses the name and stays under its digest.
 
     Files in its named volumes are included, unless --ignore-volumes is given. A store does not write
-    unchanged files again. With --leave-running, Podman reads the files of volumes, and those of the
-    container, after it has continued: they may be newer than its memory.
+    unchanged files again. With --leave-running, Podman reads the files of volumes, and those of the container
+    that no process has open for writing, after it has continued: they may be newer than its memory.
 
     The container is stopped, unless --leave-running is given, and Podman keeps it as a stopped container. The
     last line of output has the command that continues it, such as `gpusnap restore CONTAINER`: the newest

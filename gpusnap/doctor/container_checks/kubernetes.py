@@ -56,7 +56,7 @@ def open_files(config: Mapping[str, Any], processes: Iterable[Process], limit: i
         return
     try:
         found = volumes.list_open(processes, own)
-        volumes.check(found, own, limit)
+        volumes.check(found, limit)
     except Refused as error:
         yield make_refused("pod's volumes", error)
         return

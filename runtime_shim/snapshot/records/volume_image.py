@@ -1,10 +1,12 @@
-"""The image of the open files of a container's volumes (volumes.py): its format, and how it is restored.
+"""The images of the open files of a container (volumes.py): their format, and how they are restored.
 
-IMAGE is a line of JSON, {"version": 1, "entries": […]}, and then the data of all files.
+IMAGE is a line of JSON, {"version": 1, "entries": […]}, and then the data of all files. It has the files of
+volumes. ROOT_IMAGE, in the same format, has those of the container's own file system; a gpusnap that does not
+know it restores the container with the files that the engine has read.
 
-The image may come from anybody. Its files are written only to the new container's own emptyDirs and /dev/shm,
-no link is followed there, and nothing gets a setuid bit. An existing file is replaced by a new one, so that
-another container of the pod keeps the file that it has open.
+An image may come from anybody. Its files are written only to the new container's own emptyDirs, /dev/shm and
+root, no link is followed there, and nothing gets a setuid bit. An existing file is replaced by a new one, so
+that another container of the pod keeps the file that it has open.
 
 If /dev/shm is shared with the host or with another container, a file that is there and has the same content
 stays, so that those who share it still do. One with other content is replaced only if nobody has it open: the
@@ -17,15 +19,16 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum
 from typing import IO, Any
 
 from gpusnap.oci.base.dataclass import asdict, dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Refused, raise_as, reason
 
-IMAGE = "gpusnap-volumes.img"
+IMAGE, ROOT_IMAGE = "gpusnap-volumes.img", "gpusnap-root.img"
 BLOCK = 8 << 20
 FILE, DIRECTORY, FIFO = "file", "directory", "fifo"
 KINDS = {stat.S_IFREG: FILE, stat.S_IFDIR: DIRECTORY, stat.S_IFIFO: FIFO}
@@ -34,6 +37,25 @@ _VERSION = 1
 _LONGEST_HEADER = 64 << 20
 _MOST = 1 << 18
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Existing(Enum):
+    """What is done with a file that is there already."""
+
+    REPLACE = "replace"
+    KEEP_SAME = "keep the same"
+    """Replace it if it has other content; leave it, and every directory, as it is otherwise."""
+    KEEP_USED = "keep the same or used"
+    """The same, and raise Refused if it has other content and is in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the files of a volume are written."""
+
+    path: str
+    """A directory of this host."""
+    existing: Existing
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,43 +86,57 @@ def header(entries: Sequence[Entry]) -> bytes:
     return line
 
 
-def put_back(
-    image_path: str, sources: Mapping[str, str], mounted: Collection[str], shared: Collection[str] = ()
-) -> None:
+def list_entries(image_path: str, name: str) -> tuple[Entry, ...]:
+    """Return what an image has; nothing without an image. Raises ImageError."""
+    with _open_image(os.path.join(image_path, name)) as opened:
+        return tuple(opened[1]) if opened is not None else ()
+
+
+def put_back(image_path: str, name: str, targets: Mapping[str, Target], mounted: Collection[str]) -> None:
     """Write the files of an image into the new container's volumes; without an image, do nothing.
 
-    `sources`: the volumes' paths on this host by their destinations. `mounted`: the destinations of all its
-    bind mounts. `shared`: those of volumes that others use, too. Raises Refused if the container has no mount
-    where a volume was, or if another file is in use there; ImageError.
+    `name`: of the image. `targets`: by the volumes' destinations. `mounted`: the destinations of all bind
+    mounts, whose content gpusnap does not restore without a target. Raises Refused if the container has no
+    mount where a volume was, or if another file is in use there; ImageError.
     """
-    path = os.path.join(image_path, IMAGE)
+    with _open_image(os.path.join(image_path, name)) as opened:
+        if opened is None:
+            return
+        image, entries = opened
+        for entry in entries:
+            target = targets.get(entry.volume)
+            if target is None and entry.volume not in mounted:
+                raise Refused(
+                    f"the checkpoint has {entry.volume}/{entry.path} open, in a volume of its pod, but "
+                    f"the new container has nothing mounted at {entry.volume}",
+                    hint="give the new pod the volumes of the old one",
+                )
+            place = target.path if target is not None else entry.volume
+            with raise_as(
+                ImageError,
+                f"{os.path.join(entry.volume, entry.path)} cannot be copied to the new container",
+                hint=f"check that {place} has free space, and that the checkpoint is complete",
+            ):
+                if target is None:
+                    _skip(image, entry)
+                else:
+                    _put(target, entry, image)
+
+
+@contextmanager
+def _open_image(path: str) -> Iterator[tuple[IO[bytes], list[Entry]] | None]:
+    """Open an image, and parse its first line; None without an image. Raises ImageError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
+        yield None
         return
     except OSError as error:
         raise ImageError(f"{path} cannot be read: {reason(error)}") from error
     with open(descriptor, "rb") as image:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ImageError(f"{path} is not a regular file", hint="make a new checkpoint", code="GPS-601")
-        entries = _entries(image, path)
-        for entry in entries:
-            source = sources.get(entry.volume)
-            if source is None and entry.volume not in mounted:
-                raise Refused(
-                    f"the checkpoint has {entry.volume}/{entry.path} open, in a volume of its pod, but "
-                    f"the new container has nothing mounted at {entry.volume}",
-                    hint="give the new pod the volumes of the old one",
-                )
-            with raise_as(
-                ImageError,
-                f"{entry.volume}/{entry.path} cannot be copied to the new container's volume",
-                hint=f"check that {source} has free space, and that the checkpoint is complete",
-            ):
-                if source is None:  # a volume of another kind, whose content gpusnap does not restore
-                    _skip(image, entry)
-                else:
-                    _put(source, entry, image, shared=entry.volume in shared)
+        yield image, _entries(image, path)
 
 
 def _entries(image: IO[bytes], path: str) -> list[Entry]:
@@ -139,30 +175,30 @@ def _parse_entry(each: Any) -> Entry:
     return Entry(volume, path, kind, mode, uid, gid, size, extents)
 
 
-def _put(source: str, entry: Entry, image: IO[bytes], *, shared: bool) -> None:
+def _put(target: Target, entry: Entry, image: IO[bytes]) -> None:
     """Create one file of a volume from its entry. Raises OSError, Refused."""
     *above, name = entry.path.split("/")
-    folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(target.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in above:
             inner = os.open(part, _FOLDER_FLAGS, dir_fd=folder)
             os.close(folder)
             folder = inner
         if entry.kind == DIRECTORY:
-            _put_directory(folder, name, entry, shared=shared)
+            _put_directory(folder, name, entry, target.existing)
         elif entry.kind == FIFO:
             _put_fifo(folder, name, entry)
         else:
-            _put_file(folder, name, entry, image, shared=shared)
+            _put_file(folder, name, entry, image, target.existing)
     finally:
         os.close(folder)
 
 
-def _put_directory(folder: int, name: str, entry: Entry, *, shared: bool) -> None:
+def _put_directory(folder: int, name: str, entry: Entry, existing: Existing) -> None:
     try:
         os.mkdir(name, 0o700, dir_fd=folder)
     except FileExistsError:
-        if shared:
+        if existing is not Existing.REPLACE:
             return
     descriptor = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
     try:
@@ -179,18 +215,21 @@ def _put_fifo(folder: int, name: str, entry: Entry) -> None:
     os.chown(name, entry.uid, entry.gid, dir_fd=folder, follow_symlinks=False)
 
 
-def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes], *, shared: bool) -> None:
-    if shared:
+def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes], existing: Existing) -> None:
+    if existing is Existing.KEEP_USED:
         _put_shared_file(folder, name, entry, image)
         return
     new = f".gpusnap-{os.getpid()}"
     with suppress(FileNotFoundError):
         os.unlink(new, dir_fd=folder)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(new, flags, 0o600, dir_fd=folder)
     try:
         _fill(descriptor, entry, image)
-        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+        if existing is Existing.KEEP_SAME and _is_same(folder, name, descriptor):
+            os.unlink(new, dir_fd=folder)
+        else:
+            os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
     except (OSError, GpusnapError):
         with suppress(OSError):
             os.unlink(new, dir_fd=folder)
@@ -221,7 +260,7 @@ def _fill(descriptor: int, entry: Entry, image: IO[bytes]) -> None:
                 data = image.read(min(BLOCK, length - begin))
                 if len(data) < min(BLOCK, length - begin):
                     raise ImageError(
-                        f"{IMAGE} ends within {entry.volume}/{entry.path}",
+                        f"the image of open files ends within {os.path.join(entry.volume, entry.path)}",
                         hint="make a new checkpoint",
                         code="GPS-601",
                     )
@@ -254,6 +293,19 @@ def _make_other_error(entry: Entry, what: str) -> Refused:
         hint="end the programs that use it, or restore the container on another host",
         code="GPS-527",
     )
+
+
+def _is_same(folder: int, name: str, new: int) -> bool:
+    """Whether there is a regular file with the content of the new one."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        there = os.open(name, flags, dir_fd=folder)
+    except OSError:
+        return False
+    try:
+        return stat.S_ISREG(os.fstat(there).st_mode) and _have_same_content(there, new)
+    finally:
+        os.close(there)
 
 
 def _have_same_content(one: int, other: int) -> bool:

@@ -10,6 +10,10 @@ open are omitted, as in every checkpoint that kubelet requests.
 Podman's own copy of /dev/shm is wrong if the container continues, or if it shares /dev/shm with others
 (runtime/podman_shm.py). So gpusnap copies all files in the container's own, if it continues, and the open
 ones in a shared one.
+
+If the container continues, the engine reads its own file system later than the dump, too. By then a file may
+be gone, or newer than the memory of the process that writes it, which a database would take for damage. So
+gpusnap copies the files there that a process can write to, as far as `take` has room for them.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from gpusnap.oci.base.files import write_all
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base import question_process
 from gpusnap.runtime_shim.base.errors import ImageError, Refused, raise_as
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.process import open_files, proc
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
@@ -35,7 +40,16 @@ from gpusnap.runtime_shim.runtime import podman_shm
 from gpusnap.runtime_shim.runtime.bundle import binds
 from gpusnap.runtime_shim.runtime.container_files import directory
 from gpusnap.runtime_shim.snapshot.records import volume_image
-from gpusnap.runtime_shim.snapshot.records.volume_image import FILE, IMAGE, KINDS, Entry, header
+from gpusnap.runtime_shim.snapshot.records.volume_image import (
+    FILE,
+    IMAGE,
+    KINDS,
+    ROOT_IMAGE,
+    Entry,
+    Existing,
+    Target,
+    header,
+)
 
 _OF_CRIO = "io.kubernetes.cri-o.ContainerType"
 """An annotation of every container of CRI-O's (cri-o, pkg/annotations)."""
@@ -45,6 +59,9 @@ _SUBPATH = compile_later(r"(/.*)/volume-subpaths/([^/]+)/[^/]+/\d+")
 # containerd (internal/cri/server, getSandboxDevShm) and CRI-O (server/sandbox_run_linux.go, setupShm).
 _SHM = compile_later(r"/.*/(?:sandboxes/[^/]+|userdata)/shm")
 _AT = "/dev/shm"
+ROOT = "/"
+"""The destination of the container's own file system."""
+_OVERLAYS = ("overlay", "fuse.fuse-overlayfs")
 
 _DELETED = " (deleted)"
 _PIECE = 1 << 20  # bytes per request
@@ -59,6 +76,11 @@ class Kind(Enum):
     """The /dev/shm that Podman makes for one container."""
     SHARED = "shared"
     """The /dev/shm of the host, or of another container of Podman's."""
+    ROOT = "root"
+    """The container's own file system."""
+
+
+_EXISTING = {Kind.SHARED: Existing.KEEP_USED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +134,31 @@ def find(config: Mapping[str, Any], bundle: str) -> tuple[Volume, ...]:
     return tuple(found)
 
 
+def find_root_path(config: Mapping[str, Any], bundle: str) -> str:
+    """Return where the container's root is on this host; empty if its configuration does not say."""
+    root = config.get("root")
+    path = root.get("path") if isinstance(root, dict) else None
+    return os.path.realpath(os.path.join(bundle, path)) if isinstance(path, str) and path else ""
+
+
+def find_root(config: Mapping[str, Any], bundle: str) -> Volume | None:
+    """Return the file system that the engine has made for this container; None if it is no overlay.
+
+    A root that is an ordinary directory (`podman run --rootfs`) may be used by others, and no checkpoint has
+    it.
+    """
+    path = find_root_path(config, bundle)
+    own = any(each.destination == path and each.kind in _OVERLAYS for each in proc.mounts("self"))
+    return Volume(ROOT, path, Kind.ROOT) if own else None
+
+
 def find_to_copy(config: Mapping[str, Any], bundle: str, *, runs_on: bool) -> tuple[Volume, ...]:
     """Return those that gpusnap copies for a checkpoint; `runs_on`: the container continues after it."""
-    return tuple(each for each in find(config, bundle) if runs_on or each.kind is not Kind.OWN)
+    found = find(config, bundle)
+    if not runs_on:
+        return tuple(each for each in found if each.kind is not Kind.OWN)
+    root = find_root(config, bundle)
+    return found if root is None else (*found, root)
 
 
 def _is_of_pod(destination: str, source: str) -> bool:
@@ -169,17 +213,28 @@ def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tupl
         volume, path = _place(each.path, mounts, volumes)
         if not volume:
             continue
-        of_pod = any(at.destination == volume and at.kind is Kind.POD for at in volumes)
+        kind = next(at.kind for at in volumes if at.destination == volume)
         with suppress(OSError):  # it was closed, or the process has ended
             info = os.stat(each.link)
+            if kind is Kind.ROOT and not _can_change(each, info):
+                continue
             if not _is_deleted(process.pid, each.path, info):
                 found.setdefault((volume, path), OpenVolumeFile(volume, path, each.link, process, info))
-            elif of_pod and info.st_nlink and stat.S_ISREG(info.st_mode):
+            elif kind is Kind.POD and info.st_nlink and stat.S_ISREG(info.st_mode):
                 raise _make_renamed_error(process, each.path)
         _add_directories(found, process, volume, path)
     for name in proc.unix_sockets(process.pid):  # CRIU binds them anew, in their directory
         _add_directories(found, process, *_place(os.path.normpath(name), mounts, volumes))
     return found
+
+
+def _can_change(file: open_files.OpenFile, info: os.stat_result) -> bool:
+    """Whether a restored process would notice what happens to a file of its image, or to a directory.
+
+    Libraries and what else is only read are in the image, or have been written before: these would be
+    gigabytes. Raises OSError.
+    """
+    return stat.S_ISDIR(info.st_mode) or (stat.S_ISREG(info.st_mode) and file.is_writable())
 
 
 def _place(target: str, mounts: Iterable[str], volumes: Sequence[Volume]) -> tuple[str, str]:
@@ -218,15 +273,13 @@ def _add_directories(
     while path := os.path.dirname(path):
         if (volume, path) in found:
             return
-        with suppress(OSError), directory(process.pid, f"{volume}/{path}") as folder:
+        with suppress(OSError), directory(process.pid, os.path.join(volume, path)) as folder:
             found[volume, path] = OpenVolumeFile(volume, path, "", process, os.fstat(folder))
 
 
-def check(found: Iterable[OpenVolumeFile], volumes: Iterable[Volume], limit: int) -> None:
+def check(found: Iterable[OpenVolumeFile], limit: int) -> None:
     """Raise Refused for a file of a pod with more than `limit` bytes. Podman has no limit."""
-    limited = {each.destination for each in volumes if each.kind is Kind.POD}
-    of_pods = (each for each in found if each.volume in limited)
-    large = max(of_pods, key=lambda each: each.size, default=None)
+    large = max(found, key=lambda each: each.size, default=None)
     if large is not None and large.size > limit:
         process = large.process
         raise Refused(
@@ -238,12 +291,43 @@ def check(found: Iterable[OpenVolumeFile], volumes: Iterable[Volume], limit: int
         )
 
 
+def leave_out(found: Iterable[OpenVolumeFile], limit: int) -> tuple[OpenVolumeFile, ...]:
+    """Return what can be copied while the container is stopped: up to `limit` bytes of its own file system.
+
+    The smallest files first: a large one is more often a log or a download than a database. A note names a
+    file that is left to the engine.
+    """
+    files = tuple(found)
+    total, left = 0, []
+    for each in sorted(files, key=lambda each: each.size):
+        if each.volume == ROOT:
+            total += each.size
+            if total > limit:
+                left.append(each)
+    if not left:
+        return files
+    largest = left[-1]
+    more = f", and {len(left) - 1} more of its files," if len(left) > 1 else ""
+    note(
+        f"/{largest.path} of the container{more} can be newer in the checkpoint than its memory: process "
+        f"{largest.process.pid} ({largest.process.comm}) has it open for writing, and it has "
+        f"{human(largest.size)}; the container is stopped only while {human(limit)} are copied",
+        code="GPS-530",
+    )
+    return tuple(each for each in files if each not in left)
+
+
 def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
     """Copy the files into the image directory; without files, write nothing. Raises ImageError."""
-    path = os.path.join(image_path, IMAGE)
+    for name in (IMAGE, ROOT_IMAGE):
+        of_image = [each for each in found if (each.volume == ROOT) == (name == ROOT_IMAGE)]
+        _write_image(os.path.join(image_path, name), of_image)
+
+
+def _write_image(path: str, found: Sequence[OpenVolumeFile]) -> None:
     with raise_as(
         ImageError,
-        f"the open files of the container's volumes cannot be copied to {path}",
+        f"the open files of the container cannot be copied to {path}",
         hint="check that there is free space",
     ):
         with suppress(FileNotFoundError):
@@ -260,16 +344,31 @@ def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
                 _copy_out(each, entry, image.fileno())
 
 
+def list_restored(image_path: str, config: Mapping[str, Any], bundle: str) -> frozenset[str]:
+    """Return the files in the container's own file system that `put_back` will write: their paths there."""
+    if find_root(config, bundle) is None:
+        return frozenset()
+    return frozenset(
+        f"/{each.path}"
+        for each in volume_image.list_entries(image_path, ROOT_IMAGE)
+        if each.kind == FILE and each.volume == ROOT
+    )
+
+
 def put_back(image_path: str, config: Mapping[str, Any], bundle: str) -> None:
     """Write the files of `take` into the volumes of a new container, by its configuration.
 
     Raises Refused if it has no mount where a volume was, or if another file is in use there; ImageError.
     """
     mounted = {os.path.normpath(str(mount.get("destination"))) for mount in binds(config)}
-    found = find(config, bundle)
-    sources = {each.destination: each.source for each in found}
-    shared = {each.destination for each in found if each.kind is Kind.SHARED}
-    volume_image.put_back(image_path, sources, mounted, shared)
+    targets = {
+        each.destination: Target(each.source, _EXISTING.get(each.kind, Existing.REPLACE))
+        for each in find(config, bundle)
+    }
+    volume_image.put_back(image_path, IMAGE, targets, mounted)
+    root = find_root(config, bundle)
+    of_root = {ROOT: Target(root.source, Existing.KEEP_SAME)} if root is not None else {}
+    volume_image.put_back(image_path, ROOT_IMAGE, of_root, {ROOT})
 
 
 def _entry(each: OpenVolumeFile) -> Entry:

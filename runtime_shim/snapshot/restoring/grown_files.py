@@ -4,8 +4,8 @@ CRIU restores such a file only if it has the size that it had (validation.txt of
 size"), unless it was opened for appending only. There are two reasons for another size:
 
 - A checkpoint that leaves a container running: engines read the container's files after it has continued.
-  What the restored container has in its own file system is newer than its memory. Nobody else uses that copy,
-  and the checkpoint still has it, so gpusnap cuts the file to its size at the dump.
+  gpusnap restores what it could copy meanwhile (records/volumes.py). A larger file is newer than the memory.
+  Nobody else uses that copy, and the checkpoint still has it, so gpusnap cuts it to its size at the dump.
 - A volume or a directory of the host, which is in no checkpoint: the container went on to write there, and
   ended later. What it wrote since would be lost, so gpusnap says how to cut the file, and does so only with
   the setting criu.cut-files.
@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import open_below
 from gpusnap.runtime_shim.base.errors import ImageError, Refused, raise_as
-from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.bundle import binds
 from gpusnap.runtime_shim.runtime.criu.images.written_file import WrittenFile
 from gpusnap.runtime_shim.snapshot.records import volumes
 
-_OVERLAYS = ("overlay", "fuse.fuse-overlayfs")
 # As many files are named in a message.
 _NAMED = 3
 
@@ -54,17 +52,19 @@ class OtherSize:
         return os.path.join(self.top, self.name)
 
 
-def find(written: Iterable[WrittenFile], config: Mapping[str, Any], bundle: str) -> tuple[OtherSize, ...]:
+def find(
+    written: Iterable[WrittenFile], restored: Container[str], config: Mapping[str, Any], bundle: str
+) -> tuple[OtherSize, ...]:
     """Return those whose size differs, by the config.json of the new container.
 
-    A file that is missing is left to CRIU, and so is one on a tmpfs, which CRIU itself restores, or in a
-    mount whose files gpusnap restores (records/volumes.py).
+    A file that is missing is left to CRIU, and so is one on a tmpfs, which CRIU itself restores, in a mount
+    whose files gpusnap restores, or in `restored` (records/volumes.py).
     """
     tops = _list_tops(config, bundle)
     found: dict[str, OtherSize] = {}
     for file in written:
         top, name, own = _locate(file.path, tops)
-        if not top:
+        if not top or _normalise(file.path) in restored:
             continue
         with suppress(OSError, ValueError):
             opened, size = open_below(top, name)
@@ -117,12 +117,8 @@ def cut(found: Iterable[OtherSize]) -> tuple[str, ...]:
 def _list_tops(config: Mapping[str, Any], bundle: str) -> dict[str, tuple[str, bool]]:
     """Return by destination the directory or file of this host, and whether it is own; empty: not to look."""
     tops: dict[str, tuple[str, bool]] = {}
-    root = config.get("root")
-    path = root.get("path") if isinstance(root, dict) else None
-    if isinstance(path, str) and path:
-        path = os.path.realpath(os.path.join(bundle, path))
-        own = any(each.destination == path and each.kind in _OVERLAYS for each in proc.mounts("self"))
-        tops["/"] = path, own
+    if path := volumes.find_root_path(config, bundle):
+        tops["/"] = path, volumes.find_root(config, bundle) is not None
     mounts = config.get("mounts")
     for mount in mounts if isinstance(mounts, list) else ():
         if isinstance(mount, dict) and isinstance(mount.get("destination"), str):
@@ -136,12 +132,16 @@ def _list_tops(config: Mapping[str, Any], bundle: str) -> dict[str, tuple[str, b
     return tops
 
 
+def _normalise(path: str) -> str:
+    return os.path.normpath(f"/{path.lstrip('/')}")
+
+
 def _locate(path: str, tops: Mapping[str, tuple[str, bool]]) -> tuple[str, str, bool]:
     """Return the directory of this host that has a file of the container, the name below, and as above.
 
     The path comes from the checkpoint, and may contain anything.
     """
-    above = path = os.path.normpath(f"/{path.lstrip('/')}")
+    above = path = _normalise(path)
     while above not in tops:
         if above == "/":
             return "", "", False

@@ -18,6 +18,7 @@ from gpusnap.base.user_errors import Killed
 from gpusnap.engines import podman, podman_work
 from gpusnap.runtime_shim.base.errors import MAKE_ROOM, GpusnapError, Interrupted
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import podman_shm
 
 FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")
 # It notes each signal, and ends with the second.
@@ -75,10 +76,32 @@ def test_a_runtime_that_was_killed(fake: FakePodman, stderr: str) -> None:
     assert "gpusnap recover" in raised.value.hint
 
 
+def cut_off(path: str) -> str:
+    said = f"Can't add file {path} to tar: archive/tar: missed writing 7 bytes; skipping"
+    return f'cat >&2 <<\'end\'\ntime="now" level=error msg="{said}"\nend\n'
+
+
+def test_shared_memory_that_is_cut_off(fake: FakePodman, tmp_path: Path) -> None:
+    """Podman writes it to /dev/null if gpusnap keeps it; else it is lost."""
+    own = tmp_path / f"overlay-containers/{FOUND.id}/userdata"
+    own.mkdir(parents=True)
+    others = (tmp_path / f"overlay-containers/{'0b' * 32}/userdata/shm/a", "/dev/shm/a")
+    (own / podman_shm.LINK[0]).symlink_to(podman_shm.LINK[1])
+    for path in (own / "shm/a", *others):
+        fake.has()
+        fake.first(cut_off(str(path)))
+        podman_work.checkpoint(FOUND, str(tmp_path / "out"), [])
+    (own / podman_shm.LINK[0]).unlink()
+    fake.has()
+    fake.first(cut_off(f"{own}/shm/a"))
+    with pytest.raises(GpusnapError, match="lacks files of the container"):
+        podman_work.checkpoint(FOUND, str(tmp_path / "out"), [])
+
+
 def test_an_archive_that_is_cut_off(fake: FakePodman, tmp_path: Path) -> None:
     """Podman only logs it, and succeeds; a restore would fail ("unexpected EOF")."""
     fake.has()
-    fake.first("echo 'level=error msg=\"Cannot add /m/b: archive/tar: missed writing 7 bytes\"' >&2\n")
+    fake.first(cut_off("/m/b"))
     with pytest.raises(GpusnapError, match="lacks files of the container") as raised:
         podman_work.checkpoint(FOUND, str(tmp_path / "out"), [])
     assert raised.value.code == "GPS-907"

@@ -114,6 +114,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-527": "shared-memory-in-use",
     "GPS-528": "file-changed",
     "GPS-529": "file-cut",
+    "GPS-530": "file-may-be-newer",
     "GPS-601": "damaged",
     "GPS-602": "incomplete",
     "GPS-603": "newer-format",

@@ -7,8 +7,9 @@ import mmap
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from socket import AF_UNIX, socket
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 
 from gpusnap.runtime_shim.base.errors import ImageError, Refused
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process import open_files, proc
 from gpusnap.runtime_shim.process.proc import Mount
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.runtime.container_files import directory
 from gpusnap.runtime_shim.snapshot.records import volume_image, volumes
+from gpusnap.runtime_shim.snapshot.records.volume_image import Existing, Target
 from gpusnap.runtime_shim.snapshot.records.volumes import Kind, Volume
 
 ANNOTATIONS = {OF_CRI: "container"}
@@ -164,7 +167,7 @@ def test_open_and_mapped(old: Path, new: Path, image: Path, seen: ExitStack) -> 
     seen.enter_context((old / "mounted/file").open())
 
     opened = found(old)
-    volumes.check(opened, [Volume(str(old), str(old))], 1 << 20)
+    volumes.check(opened, 1 << 20)
     volumes.take(str(image), opened)
     assert (image / volume_image.IMAGE).stat().st_size < 1 << 20
     log.unlink()
@@ -227,7 +230,7 @@ def test_another_file_meanwhile(old: Path, image: Path, seen: ExitStack) -> None
     fifo = os.open(old / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     os.dup2(fifo, descriptor)
     os.close(fifo)
-    with pytest.raises(ImageError, match="open files of the container's volumes cannot be copied"):
+    with pytest.raises(ImageError, match="open files of the container cannot be copied"):
         volumes.take(str(image), opened)
 
 
@@ -245,13 +248,12 @@ def test_too_large(old: Path, seen: ExitStack) -> None:
     path.write_bytes(bytes(range(256)) * 8192)
     seen.enter_context(path.open())
     with pytest.raises(Refused) as caught:
-        volumes.check(found(old), [Volume(str(old), str(old))], 1 << 20)
+        volumes.check(found(old), 1 << 20)
     said = caught.value.sentence()
     assert f"process {os.getpid()} (" in said
     assert f"has {path} of 2.0 MiB open" in said
     assert "raise criu.ghost-limit above 2.0 MiB" in said
-    volumes.check(found(old), [Volume(str(old), str(old))], 2 << 20)
-    volumes.check(found(old), [Volume(str(old), str(old), Kind.OWN)], 1 << 20)
+    volumes.check(found(old), 2 << 20)
 
 
 def test_removed_with_another_name(old: Path, seen: ExitStack) -> None:
@@ -290,6 +292,102 @@ def test_all_of_the_memory_of_podman(
     assert (new / "inner/closed").read_text() == "closed"
     assert stat.S_IMODE((new / "inner/closed").stat().st_mode) == 0o640
     assert (new / "sem.b").read_text() == "two names"
+
+
+@pytest.fixture
+def root(old: Path, new: Path, seen: ExitStack, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The configuration of a container whose root is an overlay; this process sees that as its own root."""
+    overlay = Mount("0:1", "/", str(new), (), (), "overlay")
+    monkeypatch.setattr(proc, "mounts", lambda pid: (overlay,) if pid == "self" else (OWN_ROOT, HOST_ROOT))
+    monkeypatch.setattr(open_files, "list_open", lambda pid: list_below(old, LIST_OPEN(pid)))
+    monkeypatch.setattr(volumes, "directory", lambda pid, path: directory(pid, f"{old}{path}"))
+    return {"root": {"path": str(new)}}
+
+
+OWN_ROOT = Mount("0:1", "/", "/", (), (), "overlay")
+HOST_ROOT = Mount("0:2", "/", "/outside", (), (), "ext4")
+LIST_OPEN = open_files.list_open
+
+
+def list_below(top: Path, found: Iterable[open_files.OpenFile]) -> Iterator[open_files.OpenFile]:
+    """What is below a directory, by its path there; the rest is in another mount."""
+    for each in found:
+        inside = Path(each.path.removesuffix(" (deleted)")).is_relative_to(top)
+        yield replace(each, path=each.path.removeprefix(str(top)) if inside else f"/outside{each.path}")
+
+
+def list_root(root: dict[str, Any], limit: int = 1 << 30) -> tuple[volumes.OpenVolumeFile, ...]:
+    """What a checkpoint that leaves the container running copies."""
+    process = proc.process(os.getpid())
+    assert process is not None
+    found = volumes.list_open([process], volumes.find_to_copy(root, BUNDLE, runs_on=True))
+    return volumes.leave_out(found, limit)
+
+
+def test_files_that_change_later(
+    old: Path, new: Path, image: Path, root: dict[str, Any], seen: ExitStack
+) -> None:
+    """What can be written to is restored as it was, if it is gone, longer, shorter or replaced by then."""
+    names = ("inner/gone", "longer", "shorter", "same", "mapped", "replaced")
+    (old / "inner").mkdir()
+    (old / "read").write_text("read")
+    seen.enter_context((old / "read").open())
+    for name in names:
+        (old / name).write_text("then")
+        file = seen.enter_context((old / name).open("r+b"))
+        if name == "mapped":
+            seen.enter_context(mmap.mmap(file.fileno(), 4))
+            file.close()
+    opened = list_root(root)
+    assert [f"/{each.path}" for each in opened] == sorted(["/inner", *(f"/{name}" for name in names)])
+    volumes.take(str(image), opened)
+    assert [path.name for path in image.iterdir()] == ["gpusnap-root.img"]
+    for name, text in (("longer", "then and"), ("shorter", "th"), ("same", "then"), ("mapped", "now!")):
+        (new / name).write_text(text)
+    (new / "replaced").symlink_to("same")
+    (new / "same").chmod(0o600)
+    before = (new / "same").stat()
+    assert volumes.list_restored(str(image), root, BUNDLE) == {f"/{name}" for name in names}
+    volumes.put_back(str(image), root, BUNDLE)
+    assert {name: (new / name).read_text() for name in names} == dict.fromkeys(names, "then")
+    assert (new / "same").stat() == before
+    assert not (new / "replaced").is_symlink()
+    assert sorted(path.name for path in new.iterdir()) == sorted({name.split("/")[0] for name in names})
+
+
+def test_a_root_of_the_host_s(
+    old: Path, new: Path, image: Path, root: dict[str, Any], seen: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have what others have written since: nothing is copied, and nothing is written there."""
+    (old / "log").write_text("then")
+    seen.enter_context((old / "log").open("a"))
+    volumes.take(str(image), list_root(root))
+    monkeypatch.setattr(proc, "mounts", lambda pid: ())
+    assert volumes.find_to_copy(root, BUNDLE, runs_on=True) == ()
+    assert volumes.list_restored(str(image), root, BUNDLE) == frozenset()
+    volumes.put_back(str(image), root, BUNDLE)
+    assert list(new.iterdir()) == []
+
+
+def test_it_ends_with_the_checkpoint(root: dict[str, Any]) -> None:
+    assert volumes.find_to_copy(root, BUNDLE, runs_on=False) == ()
+
+
+def test_more_than_is_copied(
+    old: Path, root: dict[str, Any], seen: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The small ones are; a note has the largest of the others."""
+    for name, size in (("a", 1 << 20), ("b", 1 << 16), ("c", 2 << 20), ("d", 1 << 12)):
+        (old / name).write_bytes(bytes([1]) * size)
+        seen.enter_context((old / name).open("ab"))
+    assert [each.path for each in list_root(root, 1 << 17)] == ["b", "d"]
+    said = capsys.readouterr().err
+    assert "/c of the container, and 1 more of its files, can be newer in the checkpoint" in said
+    assert f"process {os.getpid()} (" in said
+    assert "it has 2.0 MiB" in said
+    assert said.endswith("[GPS-530]\n")
+    assert len(list_root(root)) == 4
+    assert capsys.readouterr().err == ""
 
 
 def test_a_name_that_looks_deleted(old: Path, new: Path, image: Path, seen: ExitStack) -> None:
@@ -342,7 +440,8 @@ def memory(old: Path, image: Path, seen: ExitStack) -> Path:
 
 
 def put_back_shared(image: Path, at: Path) -> None:
-    volume_image.put_back(str(image), {str(at): str(at)}, {str(at)}, {str(at)})
+    targets = {str(at): Target(str(at), Existing.KEEP_USED)}
+    volume_image.put_back(str(image), volume_image.IMAGE, targets, {str(at)})
 
 
 def test_shared_memory_is_there(memory: Path, old: Path, image: Path, seen: ExitStack) -> None:
@@ -486,7 +585,7 @@ def test_links_lead_nowhere(new: Path, image: Path, tmp_path: Path, kind: str) -
     (new / "a").symlink_to(outside / "a")
     entry = ENTRY | {"kind": kind} | ({"extents": []} if kind != "file" else {})
     write(image, entry | {"path": "out/b"})
-    with pytest.raises(ImageError, match="cannot be copied to the new container's volume"):
+    with pytest.raises(ImageError, match="cannot be copied to the new container"):
         restore(image, Path("/cache"), new)
     write(image, entry)
     if kind == "file":
@@ -494,7 +593,7 @@ def test_links_lead_nowhere(new: Path, image: Path, tmp_path: Path, kind: str) -
         assert (new / "a").read_text() == "evil"
         assert not (new / "a").is_symlink()
     else:
-        with pytest.raises(ImageError, match="cannot be copied to the new container's volume"):
+        with pytest.raises(ImageError, match="cannot be copied to the new container"):
             restore(image, Path("/cache"), new)
     assert [path.name for path in outside.iterdir()] == ["a"]
     assert (outside / "a").read_text() == "mine"

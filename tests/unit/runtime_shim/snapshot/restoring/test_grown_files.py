@@ -41,7 +41,7 @@ def configuration(bundle: Path) -> dict[str, Any]:
 
 
 def found(bundle: Path, path: str, size: int) -> tuple[OtherSize, ...]:
-    return grown_files.find([WrittenFile(path, size)], configuration(bundle), str(bundle))
+    return grown_files.find([WrittenFile(path, size)], (), configuration(bundle), str(bundle))
 
 
 def test_in_its_own_file_system(bundle: Path) -> None:
@@ -51,6 +51,13 @@ def test_in_its_own_file_system(bundle: Path) -> None:
     assert grown_files.cut(grown) == ("/log",)
     assert (bundle / "rootfs/log").read_text() == "0123"
     assert found(bundle, "/log", 4) == ()
+
+
+def test_one_that_is_restored(bundle: Path) -> None:
+    """Its size now does not matter, whatever it is."""
+    for size in (4, 40):
+        files = [WrittenFile("log", size)]
+        assert grown_files.find(files, {"/log"}, configuration(bundle), str(bundle)) == ()
 
 
 def test_a_root_that_is_a_directory_of_the_host(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +92,7 @@ def test_many_of_the_host(bundle: Path) -> None:
         (bundle / f"volume/a b{number}").write_text("0123456789")
         files.append(WrittenFile(f"/data/a b{number}", number))
     with pytest.raises(Refused, match="and so have 4 other files") as refused:
-        grown_files.check(grown_files.find(files, configuration(bundle), str(bundle)), may_cut=False)
+        grown_files.check(grown_files.find(files, (), configuration(bundle), str(bundle)), may_cut=False)
     assert refused.value.hint.count("truncate --size") == 3
     assert f"truncate --size 1 '{bundle}/volume/a b1' && " in refused.value.hint
 
@@ -122,4 +129,4 @@ def test_no_link_is_followed(bundle: Path, name: str) -> None:
 def test_no_configuration(bundle: Path) -> None:
     configurations: tuple[dict[str, Any], ...] = ({}, {"root": {}, "mounts": {}}, {"root": {"path": 7}})
     for config in configurations:
-        assert grown_files.find([WrittenFile("/log", 4)], config, str(bundle)) == ()
+        assert grown_files.find([WrittenFile("/log", 4)], (), config, str(bundle)) == ()
