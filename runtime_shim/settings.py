@@ -70,7 +70,8 @@ class Criu:
     """CRIU's link-remap: deleted files that are still linked elsewhere, such as POSIX semaphores."""
     ghost_limit: int = 300 << 20
     """Largest deleted but open file, in bytes, that CRIU includes, and that gpusnap includes from a pod's
-    emptyDir or /dev/shm; PyTorch uses such files for shared memory."""
+    emptyDir or /dev/shm; PyTorch uses such files for shared memory. Also the most that gpusnap copies in all
+    of the container's own files that are open for writing, if the container continues."""
     cut_files: bool = False
     """At a restore, cut files in volumes and directories of the host that processes have open for writing,
     and that have grown since the checkpoint. What was written to them since is lost. false: it is refused."""

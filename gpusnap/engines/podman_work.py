@@ -160,7 +160,10 @@ def _work(
 
 
 def _check_whole(ended: FinishedPodman, of: str) -> None:
-    """Raise GpusnapError if Podman has left out files, though it reports success; `of`: the ID."""
+    """Raise GpusnapError if Podman has left out files, though it reports success.
+
+    `of`: the ID of the container that was checkpointed.
+    """
     lost = [match[1] for match in _CUT_OFF.finditer(ended.err) if not _is_discarded(match[1], of)]
     if lost:
         raise GpusnapError(

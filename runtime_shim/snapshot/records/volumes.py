@@ -229,10 +229,9 @@ def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tupl
 
 
 def _can_change(file: open_files.OpenFile, info: os.stat_result) -> bool:
-    """Whether a restored process would notice what happens to a file of its image, or to a directory.
+    """Whether it is a directory, or a file that the process can write to. Raises OSError.
 
-    Libraries and what else is only read are in the image, or have been written before: these would be
-    gigabytes. Raises OSError.
+    What is only read, such as libraries and weights, may be gigabytes, and seldom changes.
     """
     return stat.S_ISDIR(info.st_mode) or (stat.S_ISREG(info.st_mode) and file.is_writable())
 
@@ -319,9 +318,8 @@ def leave_out(found: Iterable[OpenVolumeFile], limit: int) -> tuple[OpenVolumeFi
 
 def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
     """Copy the files into the image directory; without files, write nothing. Raises ImageError."""
-    for name in (IMAGE, ROOT_IMAGE):
-        of_image = [each for each in found if (each.volume == ROOT) == (name == ROOT_IMAGE)]
-        _write_image(os.path.join(image_path, name), of_image)
+    _write_image(os.path.join(image_path, IMAGE), [each for each in found if each.volume != ROOT])
+    _write_image(os.path.join(image_path, ROOT_IMAGE), [each for each in found if each.volume == ROOT])
 
 
 def _write_image(path: str, found: Sequence[OpenVolumeFile]) -> None:
@@ -346,7 +344,7 @@ def _write_image(path: str, found: Sequence[OpenVolumeFile]) -> None:
 
 def list_restored(image_path: str, config: Mapping[str, Any], bundle: str) -> frozenset[str]:
     """Return the files in the container's own file system that `put_back` will write: their paths there."""
-    if find_root(config, bundle) is None:
+    if _find_restored_root(image_path, config, bundle) is None:
         return frozenset()
     return frozenset(
         f"/{each.path}"
@@ -366,9 +364,13 @@ def put_back(image_path: str, config: Mapping[str, Any], bundle: str) -> None:
         for each in find(config, bundle)
     }
     volume_image.put_back(image_path, IMAGE, targets, mounted)
-    root = find_root(config, bundle)
-    of_root = {ROOT: Target(root.source, Existing.KEEP_SAME)} if root is not None else {}
-    volume_image.put_back(image_path, ROOT_IMAGE, of_root, {ROOT})
+    if root := _find_restored_root(image_path, config, bundle):
+        volume_image.put_back(image_path, ROOT_IMAGE, {ROOT: Target(root.source, Existing.KEEP_SAME)}, ())
+
+
+def _find_restored_root(image_path: str, config: Mapping[str, Any], bundle: str) -> Volume | None:
+    """Return the container's own file system if there is an image with files of it."""
+    return find_root(config, bundle) if os.path.lexists(os.path.join(image_path, ROOT_IMAGE)) else None
 
 
 def _entry(each: OpenVolumeFile) -> Entry:
