@@ -344,13 +344,10 @@ def _write_image(path: str, found: Sequence[OpenVolumeFile]) -> None:
 
 def list_restored(image_path: str, config: Mapping[str, Any], bundle: str) -> frozenset[str]:
     """Return the files in the container's own file system that `put_back` will write: their paths there."""
-    if _find_restored_root(image_path, config, bundle) is None:
+    entries = volume_image.list_entries(image_path, ROOT_IMAGE)
+    if not entries or find_root(config, bundle) is None:
         return frozenset()
-    return frozenset(
-        f"/{each.path}"
-        for each in volume_image.list_entries(image_path, ROOT_IMAGE)
-        if each.kind == FILE and each.volume == ROOT
-    )
+    return frozenset(f"/{each.path}" for each in entries if each.kind == FILE and each.volume == ROOT)
 
 
 def put_back(image_path: str, config: Mapping[str, Any], bundle: str) -> None:
@@ -364,13 +361,8 @@ def put_back(image_path: str, config: Mapping[str, Any], bundle: str) -> None:
         for each in find(config, bundle)
     }
     volume_image.put_back(image_path, IMAGE, targets, mounted)
-    if root := _find_restored_root(image_path, config, bundle):
+    if volume_image.list_entries(image_path, ROOT_IMAGE) and (root := find_root(config, bundle)):
         volume_image.put_back(image_path, ROOT_IMAGE, {ROOT: Target(root.source, Existing.KEEP_SAME)}, ())
-
-
-def _find_restored_root(image_path: str, config: Mapping[str, Any], bundle: str) -> Volume | None:
-    """Return the container's own file system if there is an image with files of it."""
-    return find_root(config, bundle) if os.path.lexists(os.path.join(image_path, ROOT_IMAGE)) else None
 
 
 def _entry(each: OpenVolumeFile) -> Entry:

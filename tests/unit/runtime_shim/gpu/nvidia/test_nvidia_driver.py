@@ -122,11 +122,12 @@ def test_it_is_a_driver() -> None:
 
 def test_cuinit_does_not_return(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever opens the driver gets an error in time, and nobody waits a second time."""
-    answer = threading.Event()
+    begun, answer = threading.Event(), threading.Event()
     init = fake.init
 
     def hang() -> int:
         init()
+        begun.set()
         answer.wait(30)
         return 0
 
@@ -143,6 +144,7 @@ def test_cuinit_does_not_return(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> 
             )
     finally:
         answer.set()
+    assert begun.wait(30)  # the thread may not have had a core yet
     assert fake.inits == 1
 
 
