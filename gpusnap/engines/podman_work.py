@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.base.errors import MAKE_ROOM, GpusnapError, Interrupte
 from gpusnap.runtime_shim.base.log import NOTE, note
 from gpusnap.runtime_shim.base.stop_signals import handle_signals, note_signal
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.runtime import podman_shm
+from gpusnap.runtime_shim.runtime.podman import dev_shm
 
 # In the environment of Podman; the runtime of a restore inherits it from conmon.
 _MARK = "GPUSNAP_CALLER"
@@ -179,7 +179,7 @@ def _is_discarded(path: str, of: str) -> bool:
     if path.startswith("/dev/shm/"):
         return True
     own = _IN_SHM.fullmatch(path)
-    return own is not None and (own[2] != of or os.path.islink(os.path.join(own[1], podman_shm.LINK[0])))
+    return own is not None and (own[2] != of or os.path.islink(os.path.join(own[1], dev_shm.LINK[0])))
 
 
 class _Relay:

@@ -254,4 +254,14 @@ CODES = (
         "database, raise `criu.ghost-limit` above the size of the file: the container is stopped for about "
         "1 s per GiB longer. Or checkpoint it without `--leave-running`.",
     ),
+    ErrorCode(
+        "GPS-531",
+        "pod-not-running",
+        "The container is in a pod of Podman's and shares namespaces with it, which end when the pod is "
+        "stopped. The pod's infra container has them, and does not run. Nothing was restored, and the "
+        "checkpoint is unharmed.",
+        "Start the infra container alone, as the message says, then restore again; the container then joins "
+        "the pod's new namespaces. `podman pod start` also starts the pod's other containers, and this one "
+        "from the beginning. From a store or an archive, a restore starts the infra container itself.",
+    ),
 )

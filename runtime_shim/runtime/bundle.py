@@ -8,8 +8,8 @@ versions check it), so a bind mount gets its type. If the source of a bind mount
 If the container is restored onto other GPUs, or with another driver, its GPU nodes and the rules of its
 device cgroup become this host's, and the mounts of the driver's files get their sources on this host.
 Destinations stay, because CRIU asks for each mount by its own. runc gets a hook that brings lo up
-(runtime/loopback.py). Nothing else is changed: the file comes from the caller, and what it grants stays as it
-is.
+(runtime/loopback.py). A container in a pod joins the namespaces that its pod has now (runtime/podman/pod.py).
+Nothing else is changed: the file comes from the caller, and what it grants stays as it is.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Edits:
     """This host's GPU nodes that the plan does not give to the container: no entry or rule may name them."""
     hook: Mapping[str, Any] | None = None
     """loopback.hook()'s, to run after all others; see `drop_hook`."""
+    namespaces: Mapping[str, str] = field(default_factory=dict)
+    """The new path of a namespace to join, by the path in config.json (runtime/podman/pod.py)."""
 
 
 def prepare(
@@ -66,6 +68,7 @@ def prepare(
     _drop_our_hooks(config)
     if edits.hook is not None:
         _add_hook(config, dict(edits.hook))
+    _change_namespaces(config, edits.namespaces)
     _change_devices(config, edits)
     _change_rules(config, edits)
     _allow_devices(config)
@@ -197,6 +200,13 @@ def _add_hook(config: dict[str, Any], hook: dict[str, Any]) -> None:
         stages = config["hooks"] = {}
     hooks = stages.get("createRuntime")
     stages["createRuntime"] = [*(hooks if isinstance(hooks, list) else ()), hook]
+
+
+def _change_namespaces(config: dict[str, Any], paths: Mapping[str, str]) -> None:
+    linux = config.get("linux")
+    for each in (linux.get("namespaces") if paths and isinstance(linux, dict) else None) or ():
+        if each.get("path") in paths:
+            each["path"] = paths[each["path"]]
 
 
 def _change_devices(config: dict[str, Any], edits: Edits) -> None:

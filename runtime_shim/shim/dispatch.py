@@ -26,13 +26,14 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.records import cri_layout, manifest_file, manifest_json
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.runtime_shim.runtime import container_key, podman_shm
+from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, parse, render
 from gpusnap.runtime_shim.runtime.criu.external_mounts import list_undeclared
 from gpusnap.runtime_shim.runtime.criu.images import image_process
 from gpusnap.runtime_shim.runtime.criu.run import make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
+from gpusnap.runtime_shim.runtime.podman import dev_shm
 from gpusnap.runtime_shim.settings import Settings, apply_annotations, load_usable
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_users
 
@@ -102,7 +103,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     driver = find_driver()
     if driver is None:
         if (path := call.image_path or "").startswith("/"):
-            podman_shm.keep(os.path.dirname(path))  # the driver may be gone since the last checkpoint
+            dev_shm.keep(os.path.dirname(path))  # the driver may be gone since the last checkpoint
         _hand_over(call, real)
     _take_away(call, real, driver)
     root = container_key.root(call.globals.root, real.kind)
@@ -117,7 +118,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     if not any(_concerns_us(each, container) for each in drivers):
         _spare_neighbours(call, container, drivers)
         # Without gpusnap's own copy of the files, Podman's of a container that continues is the only one.
-        podman_shm.prepare(containers.bundle_config(container.bundle), container.bundle, runs_on=False)
+        dev_shm.prepare(containers.bundle_config(container.bundle), container.bundle, runs_on=False)
         _hand_over(call, real)
     question_process.start()  # before there are threads
     # The manifest is checked while the container is stopped, so its checker is imported now.

@@ -54,7 +54,6 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.records.manifest_file import Draft
-from gpusnap.runtime_shim.runtime import conmon, podman_shm
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, render
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
@@ -67,6 +66,7 @@ from gpusnap.runtime_shim.runtime.criu.plugins import inject
 from gpusnap.runtime_shim.runtime.criu.run import Invocation, invoke
 from gpusnap.runtime_shim.runtime.criu.version import find_named
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.runtime.podman import conmon, dev_shm
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import left_stopped
 from gpusnap.runtime_shim.snapshot.describe import describe
@@ -234,6 +234,8 @@ def _inspect(job: CheckpointJob) -> dict[str, Any]:
     render(job.call, job.real)
     preflight.refuse_sockets(members, job.real, _connections(job))
     preflight.refuse_rings(members)
+    if not any("external" in option for option in job.settings.criu.options):
+        preflight.refuse_files_of_host(job.container.pid)
     plugin_checkpoint.refuse_impossible(job.driver, job.container, members, job.settings)
     if job.asleep is not None:
         if not job.call.leave_running:
@@ -293,7 +295,7 @@ def _refuse_unknown_devices(job: CheckpointJob, config: dict[str, Any]) -> None:
 
 def _prepare(job: CheckpointJob, draft: Draft, config: Mapping[str, Any]) -> None:
     """Prepare the image directory. An earlier checkpoint in it stays complete until the dump begins."""
-    podman_shm.prepare(config, job.container.bundle, runs_on=job.runs_on)
+    dev_shm.prepare(config, job.container.bundle, runs_on=job.runs_on)
     image.make(job.image_path)
     job.transaction.undo("removing the incomplete image", lambda: _discard(job))
     draft.begin()

@@ -6,28 +6,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from support import Container, good, members, podman, sentence, until
-
-PAUSE = "localhost/pause"
-# As Podman's catatonit does: children of others that it has adopted are waited for.
-_PAUSE = "#!/bin/sh\nwhile :; do sleep 1; done\n"
-
-
-@pytest.fixture
-def pause(tmp_path: Path) -> str:
-    """An image for a pod's infra container; the test host has no catatonit to build Podman's own."""
-    if podman("image", "exists", PAUSE).code:
-        script = tmp_path / "pause"
-        script.write_text(_PAUSE)
-        script.chmod(0o755)
-        good(podman("create", "--name", "pause", "localhost/base", "/pause"))
-        good(podman("cp", script, "pause:/pause"))
-        good(podman("commit", "--quiet", "pause", PAUSE))
-        good(podman("rm", "pause"))
-    return PAUSE
 
 
 @contextmanager
@@ -42,8 +23,7 @@ def undisturbed(container: Container) -> Iterator[None]:
 def pair(share: str, options: tuple[str, ...] = ()) -> tuple[Container, Container]:
     """Two that share one namespace, by joining the first one's, or several, in a pod."""
     if share.startswith("pod:"):
-        infra = ("--infra-image", PAUSE, "--infra-command", "/pause")
-        good(podman("pod", "create", "--name", "p", *infra, "--share", share.removeprefix("pod:")))
+        good(podman("pod", "create", "--name", "p", "--share", share.removeprefix("pod:")))
         first, second = ["--pod", "p"], ["--pod", "p"]
     else:
         first, second = ["--ipc", "shareable"], [f"--{share}", "container:a"]
@@ -70,7 +50,7 @@ SHARED += [("crun", "pod:pid"), ("runc", "pod:ipc"), ("crun", "pod:net"), ("runc
 
 
 @pytest.mark.parametrize(("real", "share"), SHARED, indirect=["real"])
-def test_each_alone(real: str, pause: str, share: str) -> None:
+def test_each_alone(real: str, share: str) -> None:
     """Checkpointed while it runs on, then ended and restored in place; the other one ticks all the time."""
     a, b = pair(share)
     # b first: its configuration names the namespaces that a has now, and not those it will be restored with.

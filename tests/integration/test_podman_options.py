@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +14,7 @@ from support import Container, good, podman, run, sentence
 
 from gpusnap.oci.store.store import Store
 
-# The test host has no catatonit for Podman's own image.
-INFRA = ("--infra-image", "localhost/base", "--infra-command", "sleep 100000")
+PODMAN = ("podman", "--runtime", "gpusnap-runtime")
 
 # busybox' sleep ends when CRIU interrupts it.
 LOOP = "while :; do sleep 1; done"
@@ -39,7 +40,7 @@ def pod_of(container: str) -> str:
 
 def test_a_pod(store: Store) -> None:
     """Back into its own pod without a word; into another one by --pod; never out of one."""
-    good(run("podman", "pod", "create", "--name", "p1", *INFRA))
+    good(run("podman", "pod", "create", "--name", "p1"))
     container = start("w", "--pod", "p1")
     good(gpusnap("checkpoint", "w", "--name", "one"))
     container.remove()
@@ -48,12 +49,42 @@ def test_a_pod(store: Store) -> None:
     assert pod_of("w") == "p1"
     good(run("podman", "pod", "rm", "--force", "--time", "0", "p1"))
     assert sentence(gpusnap("restore", "one")).endswith("and name it with --pod POD [GPS-522]")
-    good(run("podman", "pod", "create", "--name", "p3", "--share", "pid", *INFRA))
+    good(run("podman", "pod", "create", "--name", "p3", "--share", "pid"))
     assert sentence(gpusnap("restore", "one", "--pod", "p3")).endswith("with --pod POD [GPS-522]")
-    good(run("podman", "pod", "create", "--name", "p2", *INFRA))
+    good(run("podman", "pod", "create", "--name", "p2"))
     good(gpusnap("restore", "one", "--pod", "p2"))
     container.goes_on()
     assert pod_of("w") == "p2"
+
+
+def infra_of(pod: str) -> str:
+    return good(run("podman", "pod", "inspect", "--format", "{{.InfraContainerID}}", pod))
+
+
+def test_a_pod_was_stopped(store: Store) -> None:
+    """A restore in place: with its infra container again, whose PID is another one; never without."""
+    good(run("podman", "pod", "create", "--name", "p1"))
+    container = start("w", "--pod", "p1")
+    good(gpusnap("checkpoint", "w", "--name", "one"))
+    good(run("podman", "pod", "create", "--name", "p2"))
+    for pod in ("p1", "p2"):  # the second has an import, whose annotation is another one
+        if pod == "p2":
+            good(run("podman", "pod", "rm", "--force", "--time", "0", "p1"))
+            good(gpusnap("restore", "one", "--pod", "p2"))
+            container.goes_on()
+            assert pod_of("w") == "p2"
+            good(podman("container", "checkpoint", "w"))
+        good(run("podman", "pod", "stop", "--time", "0", pod))
+        infra = infra_of(pod)
+        failed = podman("container", "restore", "w")
+        assert f"infra container {infra[:12]} does not run" in failed.err
+        assert "[GPS-531]" in failed.err
+        good(run("podman", "start", infra))
+        good(podman("container", "restore", "w"))
+        container.goes_on()
+        pids = [good(run("podman", "inspect", "--format", "{{.State.Pid}}", each)) for each in ("w", infra)]
+        for kind in ("ipc", "uts"):
+            assert len({os.readlink(f"/proc/{pid}/ns/{kind}") for pid in pids}) == 1
 
 
 def test_a_second_copy_has_other_ports(store: Store) -> None:
@@ -110,3 +141,32 @@ def test_what_podman_cannot_restore(store: Store, tmp_path: Path) -> None:
     told = json.loads(gpusnap("doctor", "w", "--json").out)["checks"]
     assert [each["verdict"] for each in told if each["name"] == "Podman's options"] == ["failure", "warning"]
     good(gpusnap("checkpoint", "w", "--force"))
+
+
+def test_an_init_of_podman(store: Store) -> None:
+    """catatonit, and what it has adopted, come back."""
+    container = start("w", "--init")
+    good(gpusnap("checkpoint", "w", "--name", "one"))
+    container.remove()
+    good(gpusnap("restore", "one"))
+    container.goes_on()
+    assert "/run/podman-init" in run("podman", "top", "w", "args").out
+
+
+def test_output_in_a_file_of_the_host(store: Store, tmp_path: Path) -> None:
+    """It is refused before anything is touched."""
+    words = [
+        "--device",
+        "nvidia.com/gpu=0",
+        "--log-driver",
+        "passthrough",
+        "localhost/base",
+        "sh",
+        "-c",
+        LOOP,
+    ]
+    with open(tmp_path / "out.log", "wb") as file:
+        subprocess.run([*PODMAN, "run", "--detach", "--name", "w", *words], stdout=file, check=True)
+    said = sentence(gpusnap("checkpoint", "w", "--name", "one"))
+    assert "the standard output of process" in said
+    assert f"{tmp_path}/out.log, a file of the host" in said

@@ -10,9 +10,9 @@ from gpusnap.oci.tar.archive import Entry
 from gpusnap.oci.tar.compression import Observed
 from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.records.manifest import ImageRecord, Manifest
-from gpusnap.runtime_shim.runtime import podman_shm
 from gpusnap.runtime_shim.runtime.criu.images.check import LINK, PARENT, Checker, check_parent
 from gpusnap.runtime_shim.runtime.criu.images.digests import Digester, first_other, make_differs_error
+from gpusnap.runtime_shim.runtime.podman import dev_shm
 
 _FOLDER = "checkpoint/"
 _PIECE = 1 << 20
@@ -93,7 +93,7 @@ class Links:
             Checker(self._where).add_special(name, LINK)
             if name == PARENT:
                 check_parent(info.linkname, f"{self._where}: {folder}")
-        elif not folder and (entry.name, info.linkname) != podman_shm.LINK:
+        elif not folder and (entry.name, info.linkname) != dev_shm.LINK:
             raise ImageError(
                 f"{entry.name} in {self._where} is a link, which Podman would follow",
                 hint="do not restore from it: no engine makes such an archive",

@@ -8,7 +8,7 @@ beside CRIU's. A restore writes them before CRIU opens them; see volume_image.py
 open are omitted, as in every checkpoint that kubelet requests.
 
 Podman's own copy of /dev/shm is wrong if the container continues, or if it shares /dev/shm with others
-(runtime/podman_shm.py). So gpusnap copies all files in the container's own, if it continues, and the open
+(runtime/podman/dev_shm.py). So gpusnap copies all files in the container's own, if it continues, and the open
 ones in a shared one.
 
 If the container continues, the engine reads its own file system later than the dump, too. By then a file may
@@ -36,9 +36,9 @@ from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.process import open_files, proc
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
-from gpusnap.runtime_shim.runtime import podman_shm
 from gpusnap.runtime_shim.runtime.bundle import binds
 from gpusnap.runtime_shim.runtime.container_files import directory
+from gpusnap.runtime_shim.runtime.podman import dev_shm
 from gpusnap.runtime_shim.snapshot.records import volume_image
 from gpusnap.runtime_shim.snapshot.records.volume_image import (
     FILE,
@@ -117,7 +117,7 @@ def find(config: Mapping[str, Any], bundle: str) -> tuple[Volume, ...]:
     """Return the emptyDirs of a pod, and the /dev/shm of a pod, of Podman's or of the host."""
     annotations = config.get("annotations")
     names = set(annotations) if isinstance(annotations, dict) else set()
-    in_pod, of_podman = bool({OF_CRI, _OF_CRIO} & names), podman_shm.is_of_podman(config)
+    in_pod, of_podman = bool({OF_CRI, _OF_CRIO} & names), dev_shm.is_of_podman(config)
     found = []
     for mount in binds(config):
         destination, source = mount.get("destination"), mount.get("source")
@@ -129,7 +129,7 @@ def find(config: Mapping[str, Any], bundle: str) -> tuple[Volume, ...]:
         elif destination == _AT and source == _AT:
             found.append(Volume(destination, source, Kind.SHARED))
         elif of_podman and destination == _AT and _SHM.fullmatch(source):
-            own = podman_shm.is_own(source, bundle)
+            own = dev_shm.is_own(source, bundle)
             found.append(Volume(destination, source, Kind.OWN if own else Kind.SHARED))
     return tuple(found)
 

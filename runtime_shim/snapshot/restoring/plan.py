@@ -31,6 +31,7 @@ from gpusnap.runtime_shim.runtime.criu.images.overlay import view
 from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.runtime.criu.version import find_named
+from gpusnap.runtime_shim.runtime.podman import pod
 from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request, list_given
 from gpusnap.runtime_shim.snapshot.loading import join
@@ -52,6 +53,8 @@ _WRITTEN = ("restore.log", "stats-restore")
 def plan(job: RestoreJob, config: dict[str, Any]) -> None:
     """Choose the GPUs and prepare what the runtime will read. The container does not exist yet."""
     replaced: dict[str, bytes] = {}
+    folder = str(job.call.bundle_dir())
+    namespaces = pod.find_namespaces(config, folder, job.call.container_id)
     reading = _start_reading(job)
     if job.driver is not None:
         job.driver.open()
@@ -87,9 +90,9 @@ def plan(job: RestoreJob, config: dict[str, Any]) -> None:
     job.bulk = _begin_bulk_copy(job, config)
     criu_mounts.check_mounts(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()
-    edits = replace(edits, hook=loopback.hook(job.real.kind, config))
+    edits = replace(edits, hook=loopback.hook(job.real.kind, config), namespaces=namespaces)
     noted = partial(_record_config_change, job)
-    undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
+    undo = bundle.prepare(folder, config, edits, noted=noted)
     job.transaction.undo("restoring config.json", undo)
 
 

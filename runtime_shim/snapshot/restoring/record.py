@@ -22,10 +22,11 @@ from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.records.manifest import Manifest
-from gpusnap.runtime_shim.runtime import conmon, container_key
+from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu.run import make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.runtime.podman import conmon
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.restoring.place import Place
 

@@ -18,7 +18,7 @@ PACKAGES = (
     # what the product talks to
     "podman", "crun", "runc", "criu", "libcriu2", "conmon", "containerd", "python3-pycriu",
     # what those need at run time: networks, CRIU's network lock, process tools
-    "netavark", "iptables", "nftables", "iproute2", "procps", "util-linux",
+    "netavark", "iptables", "nftables", "iproute2", "procps", "util-linux", "catatonit",
     # what its artifacts have to be understood by
     "docker-registry", "skopeo", "oras", "checkpointctl",
     # what leads to another host, and what the units are for that gpusnap writes

@@ -18,7 +18,7 @@ from gpusnap.base.user_errors import Killed
 from gpusnap.engines import podman, podman_work
 from gpusnap.runtime_shim.base.errors import MAKE_ROOM, GpusnapError, Interrupted
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.runtime import podman_shm
+from gpusnap.runtime_shim.runtime.podman import dev_shm
 
 FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")
 # It notes each signal, and ends with the second.
@@ -86,12 +86,12 @@ def test_shared_memory_that_is_cut_off(fake: FakePodman, tmp_path: Path) -> None
     own = tmp_path / f"overlay-containers/{FOUND.id}/userdata"
     own.mkdir(parents=True)
     others = (tmp_path / f"overlay-containers/{'0b' * 32}/userdata/shm/a", "/dev/shm/a")
-    (own / podman_shm.LINK[0]).symlink_to(podman_shm.LINK[1])
+    (own / dev_shm.LINK[0]).symlink_to(dev_shm.LINK[1])
     for path in (own / "shm/a", *others):
         fake.has()
         fake.first(cut_off(str(path)))
         podman_work.checkpoint(FOUND, str(tmp_path / "out"), [])
-    (own / podman_shm.LINK[0]).unlink()
+    (own / dev_shm.LINK[0]).unlink()
     fake.has()
     fake.first(cut_off(f"{own}/shm/a"))
     with pytest.raises(GpusnapError, match="lacks files of the container"):

@@ -115,6 +115,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-528": "file-changed",
     "GPS-529": "file-cut",
     "GPS-530": "file-may-be-newer",
+    "GPS-531": "pod-not-running",
     "GPS-601": "damaged",
     "GPS-602": "incomplete",
     "GPS-603": "newer-format",

@@ -25,9 +25,9 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records import manifest_file as drafts
 from gpusnap.runtime_shim.records.manifest_file import Draft
-from gpusnap.runtime_shim.runtime import conmon, podman_shm
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.run import invoke
+from gpusnap.runtime_shim.runtime.podman import conmon, dev_shm
 from gpusnap.runtime_shim.settings import Nvidia
 from gpusnap.runtime_shim.snapshot import checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
@@ -937,8 +937,8 @@ def test_without_a_driver(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(dispatch, "find_driver", lambda: None)
     # Of a checkpoint that left it running, when the host had a driver.
-    link = scene.image.parent / podman_shm.LINK[0]
-    link.symlink_to(podman_shm.LINK[1])
+    link = scene.image.parent / dev_shm.LINK[0]
+    link.symlink_to(dev_shm.LINK[1])
     handed_over(scene)
     assert not link.is_symlink()
 
@@ -952,7 +952,7 @@ def test_without_a_gpu_process(scene: Scene, source: str) -> None:
     config = {"annotations": {"io.container.manager": "libpod"}, "mounts": [mount]}
     (scene.bundle / "config.json").write_text(json.dumps(config))
     handed_over(scene)
-    assert (scene.bundle / podman_shm.LINK[0]).is_symlink() == (source == "/dev/shm")
+    assert (scene.bundle / dev_shm.LINK[0]).is_symlink() == (source == "/dev/shm")
 
 
 def test_a_neighbour_with_a_gpu(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

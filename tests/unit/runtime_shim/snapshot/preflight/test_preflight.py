@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import POISON, Family, a_manifest, unshare_works, wait_for
@@ -272,6 +273,32 @@ def test_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         os.close(reader)
         os.close(writer)
+
+
+# Files of the host.
+
+
+@pytest.mark.skipif(not unshare_works("--mount"), reason="making a mount namespace is not allowed here")
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr", ""])
+def test_file_of_another_mount_namespace(tmp_path: Path, name: str) -> None:
+    """As a standard stream it is refused by its name; in its own mount namespace, or elsewhere, it is not."""
+    preflight.refuse_files_of_host(os.getpid())
+    path = tmp_path / "out.log"
+    with open(path, "wb+") as file:
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        streams |= {name: file} if name else {"pass_fds": [file.fileno()]}
+        command = ["unshare", "--mount", "sleep", "1000"]
+        with subprocess.Popen(command, **streams) as process:
+            try:
+                wait_for(lambda: proc.comm(process.pid) == "sleep", "the start of sleep")
+                if name:
+                    with pytest.raises(Refused, match=rf"is {path}, a file of the host") as caught:
+                        preflight.refuse_files_of_host(process.pid)
+                    assert "passthrough" in caught.value.hint
+                else:
+                    preflight.refuse_files_of_host(process.pid)
+            finally:
+                process.kill()
 
 
 # Shared GPU memory; what counts as such is test_nccl_checks.py's.

@@ -1,4 +1,4 @@
-"""podman_shm.py: no file of a shared /dev/shm gets into Podman's checkpoint."""
+"""dev_shm.py: no file of a shared /dev/shm gets into Podman's checkpoint."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gpusnap.runtime_shim.base.errors import ImageError
-from gpusnap.runtime_shim.runtime import podman_shm
-from gpusnap.runtime_shim.runtime.podman_shm import LINK
+from gpusnap.runtime_shim.runtime.podman import dev_shm
+from gpusnap.runtime_shim.runtime.podman.dev_shm import LINK
 
 
 def configuration(source: str, manager: str = "libpod") -> dict[str, Any]:
@@ -30,7 +30,7 @@ def test_not_kept(tmp_path: Path, there: str, source: str, runs_on: bool) -> Non
     elif there == "link":
         path.symlink_to("/dev/null")
     config = configuration(source.replace("BUNDLE", str(tmp_path)))
-    podman_shm.prepare(config, str(tmp_path), runs_on=runs_on)
+    dev_shm.prepare(config, str(tmp_path), runs_on=runs_on)
     assert os.readlink(path) == "/dev/null"
     with open(path, "wb") as file:
         file.write(b"all files of the host")
@@ -40,11 +40,11 @@ def test_not_kept(tmp_path: Path, there: str, source: str, runs_on: bool) -> Non
 def test_kept_again(tmp_path: Path) -> None:
     """A container that does not continue: Podman's copy is right, and replaces gpusnap's."""
     config = configuration(f"{tmp_path}/./shm/")
-    podman_shm.prepare(config, str(tmp_path), runs_on=True)
-    podman_shm.prepare(config, str(tmp_path), runs_on=False)
+    dev_shm.prepare(config, str(tmp_path), runs_on=True)
+    dev_shm.prepare(config, str(tmp_path), runs_on=False)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / LINK[0]).write_text("an earlier checkpoint's")
-    podman_shm.prepare(config, str(tmp_path), runs_on=False)
+    dev_shm.prepare(config, str(tmp_path), runs_on=False)
     assert (tmp_path / LINK[0]).read_text() == "an earlier checkpoint's"
 
 
@@ -53,8 +53,8 @@ def test_storage_behind_a_link(tmp_path: Path) -> None:
     bundle = tmp_path / "disk/userdata"
     bundle.mkdir(parents=True)
     (tmp_path / "storage").symlink_to("disk")
-    podman_shm.prepare(configuration(f"{tmp_path}/storage/userdata/shm"), str(bundle), runs_on=False)
-    podman_shm.prepare(configuration(f"{bundle}/shm"), f"{tmp_path}/storage/userdata", runs_on=False)
+    dev_shm.prepare(configuration(f"{tmp_path}/storage/userdata/shm"), str(bundle), runs_on=False)
+    dev_shm.prepare(configuration(f"{bundle}/shm"), f"{tmp_path}/storage/userdata", runs_on=False)
     assert list(bundle.iterdir()) == []
 
 
@@ -69,11 +69,11 @@ def test_storage_behind_a_link(tmp_path: Path) -> None:
 )
 def test_others(tmp_path: Path, config: dict[str, Any]) -> None:
     """Of another engine, or none: nothing is changed."""
-    podman_shm.prepare(config, str(tmp_path), runs_on=True)
+    dev_shm.prepare(config, str(tmp_path), runs_on=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_it_cannot_be_made(tmp_path: Path) -> None:
     """Then there is no checkpoint: a restore would harm other programs."""
     with pytest.raises(ImageError, match="Podman would keep the wrong files of /dev/shm"):
-        podman_shm.prepare(configuration("/dev/shm"), str(tmp_path / "gone"), runs_on=False)
+        dev_shm.prepare(configuration("/dev/shm"), str(tmp_path / "gone"), runs_on=False)
