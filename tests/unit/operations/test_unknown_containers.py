@@ -26,9 +26,10 @@ from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.records.manifest_file import Draft
-from gpusnap.runtime_shim.runtime import command_line, conmon
+from gpusnap.runtime_shim.runtime import command_line
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.identify import identify
+from gpusnap.runtime_shim.runtime.podman import conmon
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
