@@ -22,6 +22,7 @@ The server that is restored is checkpointed --checkpoints times before, each tim
 
     checkpoint  `gpusnap checkpoint`, which ends it
     driver      the driver's checkpoint: its step in that
+    write       the step after it in which the GPU memory is written; the JSON has all steps
     blobs       writing the blobs of that checkpoint again, each with fsync, with one thread for each core
 
 With --pauses, the last server is checkpointed so many times with `--leave-running`, while a client asks all
@@ -45,7 +46,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -281,6 +282,8 @@ class Checkpoint:
     stored: int
     """Bytes of the blobs."""
     ram: int
+    steps: Mapping[str, float] = field(default_factory=dict)
+    """How long each step of gpusnap-runtime took; steps may overlap (docs/format.md, timing)."""
 
 
 def measure_checkpoints(server: Server, store: Path, count: int) -> list[Checkpoint]:
@@ -296,7 +299,9 @@ def measure_checkpoints(server: Server, store: Path, count: int) -> list[Checkpo
             took, _ = command(COMMAND, "checkpoint", NAME)
         steps = {each["step"]: each["seconds"] for each in json.loads(inspect(NAME))["timing"]}
         stored = sum(path.stat().st_size for path in bench.blobs())
-        found.append(Checkpoint(took, steps["driver checkpoint"], bench.write_alone(), stored, peak.size))
+        found.append(
+            Checkpoint(took, steps["driver checkpoint"], bench.write_alone(), stored, peak.size, steps)
+        )
         remove()
         print(found[-1], file=sys.stderr, flush=True)
     return found
@@ -359,9 +364,16 @@ def table(every: list[Found]) -> str:
 
 def table_of_checkpoints(ended: list[Checkpoint]) -> str:
     """Return the checkpoints that ended the server as a table."""
-    lines = ["| `gpusnap checkpoint` | driver | blobs | GiB stored | RAM |", "|---|---|---|---|---|"]
+    lines = [
+        "| `gpusnap checkpoint` | driver | write, after it | the rest | blobs | GiB stored | RAM |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for each in ended:
-        times = f"{each.command:.2f} s | {each.driver:.2f} s | {each.blobs:.2f} s"
+        write = each.steps.get("write", 0.0)
+        rest = each.command - each.driver - write
+        times = (
+            f"{each.command:.2f} s | {each.driver:.2f} s | {write:.2f} s | {rest:.2f} s | {each.blobs:.2f} s"
+        )
         lines.append(f"| {times} | {each.stored / GIB:.2f} | {each.ram / GIB:.2f} GiB |")
     return "\n".join(lines)
 
