@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tarfile
 import threading
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -14,9 +15,10 @@ import zstandard
 from gpusnap.checkpoints.damage import Damage, Progress, VerifyResult, describe_damage, map_manifest_chunks
 from gpusnap.checkpoints.formats.criu_images import Images
 from gpusnap.checkpoints.formats.entries import entries
-from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
+from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP, ROOTFS
 from gpusnap.checkpoints.locator import default_store, open_store
 from gpusnap.checkpoints.statistics import parts
+from gpusnap.checkpoints.volumes import name_of
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import ArchiveError, LayoutError, NotAnArchive
 from gpusnap.oci.base.files import open_named
@@ -44,6 +46,9 @@ _MANIFEST = _FOLDER + manifest.NAME
 _INDEX = _FOLDER + manifest.INDEX
 _IMAGES = "CRIU's images"
 _RECORDS = "Podman's records"
+_FILES = "the container's files"
+_TARS = (ROOTFS, "devshm-checkpoint.tar")
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # gzip, zstd; no engine writes them there
 
 
 def in_folder(path: str, progress: Progress) -> VerifyResult:
@@ -113,7 +118,7 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
     found: dict[str, tuple[int, bool]] = {}
     held: dict[str, _Held] = {}
     data = index = None
-    ours, broken = False, ""
+    ours, broken, cut_off = False, "", ""
     images = Images(path)
     done, whole = 0, os.path.getsize(path)
     try:
@@ -127,6 +132,8 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
                     index = _document(entry, manifest.LARGEST_INDEX, path)
                 elif entry.name in FIRST:
                     broken = broken or _explain_no_json(entry)
+                elif entry.content is not None and (entry.name in _TARS or name_of(entry.name)):
+                    cut_off = cut_off or _explain_cut_off(entry.name, entry.content)
                 elif entry.name.startswith(_BLOBS) and entry.content is not None:
                     name = entry.name.removeprefix(_BLOBS)
                     digest, held[PREFIX + name] = _digests(entry.content)
@@ -148,7 +155,7 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
     fault = images.fault(record)
     if record is not None and record.pages == "store":
         found_all = _chunks_in_store(path, record, progress)
-        return _with_part(_with_part(found_all, fault, _IMAGES), broken, _RECORDS)
+        return _with_parts(found_all, fault, broken, cut_off)
     named = () if record is None else descriptors(record.tables)
     places = map_manifest_chunks(record)
     lies = {} if record is None else _lies(record, held)
@@ -166,7 +173,43 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
     size = sum(each.size for each in named)
     faulty = tuple(describe_damage(each, places) for each in faults)
     found_all = VerifyResult(path, "", len(named), size, True, faulty, describe_unchecked(record))
-    return _with_part(_with_part(found_all, fault, _IMAGES), broken, _RECORDS)
+    return _with_parts(found_all, fault, broken, cut_off)
+
+
+def _with_parts(found: VerifyResult, images: str, records: str, files: str) -> VerifyResult:
+    return _with_part(_with_part(_with_part(found, images, _IMAGES), records, _RECORDS), files, _FILES)
+
+
+def _explain_cut_off(name: str, content: Content) -> str:
+    """Say that a tar in an archive of Podman's has no end; empty if it is whole.
+
+    Podman only logs it if a file becomes shorter while it reads it; the tar then ends there, without its
+    last blocks of zeros (containers/storage, pkg/archive, Tar).
+    """
+    size = content.left
+    head = content.read(tarfile.BLOCKSIZE)
+    if not head or head.startswith(_COMPRESSED):
+        return ""
+    try:
+        with tarfile.open(fileobj=cast("IO[bytes]", _Rest(head, content)), mode="r|", bufsize=_PIECE) as tar:
+            for _ in tar:
+                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+            whole = tar.offset + 2 * tarfile.BLOCKSIZE <= size
+    except (tarfile.TarError, ValueError):
+        whole = False
+    return "" if whole else f"{name} is cut short, so files of the container are missing"
+
+
+class _Rest:
+    """A member of an archive after its first bytes have been read."""
+
+    def __init__(self, head: bytes, content: Content) -> None:
+        self._head, self._content = head, content
+
+    def read(self, size: int) -> bytes:
+        """Return at most `size` bytes; none at the end. Raises ArchiveError."""
+        head, self._head = self._head, b""
+        return head + self._content.read(size - len(head))
 
 
 def _explain_no_json(entry: Entry) -> str:

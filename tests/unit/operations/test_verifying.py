@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import shutil
+import tarfile
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +120,29 @@ def test_an_archive_that_is_cut_short(images: Path) -> None:
         (found,) = verify_one(str(path)).damaged
         assert found.belongs_to == ("the archive itself",)
         assert found.what.startswith("is not a checkpoint archive, or is cut short: ")
+
+
+@pytest.mark.parametrize("name", ["rootfs-diff.tar", "devshm-checkpoint.tar", "volumes/weights.tar"])
+def test_files_that_podman_has_cut_off(images: Path, name: str) -> None:
+    """A file became shorter while Podman read it, and Podman wrote no more."""
+    with io.BytesIO() as written, tarfile.open(fileobj=written, mode="w") as tar:
+        for number in range(3):
+            info = tarfile.TarInfo(f"file{number}")
+            info.type = (tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.REGTYPE)[number]
+            info.size = 5000 if number == 2 else 0
+            tar.addfile(info, io.BytesIO(bytes(info.size)))
+        tar.close()
+        content = written.getvalue()
+    path = images / name
+    path.parent.mkdir(exist_ok=True)
+    for whole in (content, content[:7680], b"", gzip.compress(content)):
+        path.write_bytes(whole)
+        assert verify_one(str(packed(images))).damaged == ()
+    for size in (512, 1600, 5000, 6656, 7168):  # 6656: where the entries end
+        path.write_bytes(content[:size])
+        (found,) = verify_one(str(packed(images))).damaged
+        assert found.belongs_to == ("the container's files",)
+        assert found.what == f"{name} is cut short, so files of the container are missing"
 
 
 @pytest.mark.parametrize("size", [12, 512, 5000])
