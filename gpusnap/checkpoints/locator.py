@@ -199,14 +199,29 @@ def in_file(path: str) -> InFile:
     return InFile(path)
 
 
-def check_free(path: str) -> None:
-    """Raise GpusnapError if the name for an archive is in use."""
+def check_new_file(path: str, *, hint: str = "") -> None:
+    """Raise GpusnapError if no new file can be written at the path; `hint`: if it is a directory."""
+    if os.path.isdir(path):
+        raise GpusnapError(
+            f"{path} cannot be written: it is a directory",
+            hint=hint
+            or f"name a file in it, such as {os.path.join(path, 'checkpoint.tar.zst')}, or a store in it as "
+            f"oci:{os.path.join(path, 'store')}",
+            code="GPS-103",
+        )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise GpusnapError(f"{path} cannot be written: it exists, and is not a file", code="GPS-103")
     if os.path.lexists(path):
         raise GpusnapError(
             f"{path} exists already",
             hint="gpusnap does not overwrite files: remove it, or give another name",
             code="GPS-103",
         )
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise GpusnapError(f"{path} cannot be written: {folder} is not a directory", code="GPS-103")
+    if not os.access(folder, os.W_OK | os.X_OK):  # for root: a read-only file system
+        raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
 
 
 def in_containerd(word: str) -> InContainerd | None:
@@ -315,7 +330,7 @@ def parse_registry(word: str) -> InRegistry:
     try:
         return InRegistry(*reference.parse_plain(word))
     except RegistryError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error), code=error.code) from error
 
 
 def default_store() -> Store:
@@ -394,6 +409,10 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
     if new and wanted:
         parse_name(wanted)
     check_access(path)
+    if new and os.path.exists(path) and not os.path.isdir(path):
+        raise UsageError(
+            f"{path} is a file, and a store is a directory", hint="write oci:DIR", code="GPS-102"
+        )
     if not new and not os.path.isdir(path):
         raise NotFound(
             f"there is no store {path}: there is no such directory",

@@ -10,7 +10,7 @@ import click
 from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.checkpoints.list import listing
-from gpusnap.checkpoints.locator import InStore, check_free, default_store, in_store, open_store
+from gpusnap.checkpoints.locator import InStore, check_new_file, default_store, in_store, open_store
 from gpusnap.cli.completion import complete_stored
 from gpusnap.engines import podman
 from gpusnap.oci.base.files import create_unnamed_file, open_nested_folder, write_all
@@ -57,7 +57,7 @@ def report(what: str | None, last: bool, file: str | None) -> None:
         _warn(without, unknown)
         return
     path = file or f"gpusnap-report-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
-    check_free(path)
+    check_new_file(path, hint="name a file in it with -o")
     try:
         _write(path, text)
     except OSError as error:

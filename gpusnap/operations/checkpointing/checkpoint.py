@@ -165,7 +165,7 @@ def checkpoint(
     )
     if isinstance(request.to, locator.InFile):
         path = os.path.abspath(request.to.path)
-        archives.check_place(path, found)
+        locator.check_new_file(path)
         with commands:
             return _to_file(request, found, path, progress, began)
     if isinstance(request.to, locator.InRegistry):

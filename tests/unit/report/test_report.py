@@ -150,7 +150,8 @@ def test_nothing_fails_it(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None
         (("w:1", "--last"), 2, "cannot be combined"),
         (("a b",), 2, "is not a checkpoint"),
         (("-o", "there.txt"), 1, "exists already"),
-        (("-o", "no/folder.txt"), 1, "cannot be written"),
+        (("-o", "no/folder.txt"), 1, "no/folder.txt cannot be written: no is not a directory"),
+        (("-o", "."), 1, ". cannot be written: it is a directory; name a file in it with -o"),
     ],
 )
 def test_wrong_lines(gpusnap: Run, words: tuple[str, ...], code: int, said: str) -> None:
