@@ -179,8 +179,9 @@ def _engines(chosen: Sequence[str], root: str) -> dict[str, str]:
     if chosen:
         return {name: found.get(name, "") for name in chosen}
     if not found:
+        where = f"in {root}" if root != "/" else "on this host"
         raise GpusnapError(
-            "Podman, containerd and CRI-O are not installed on this host",
+            f"Podman, containerd and CRI-O are not installed {where}",
             hint="install one of them, or name the one that will be installed: --podman, --containerd, "
             "--crio",
         )

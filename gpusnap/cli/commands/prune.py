@@ -19,6 +19,7 @@ from gpusnap.cli.completion import complete_store
 from gpusnap.cli.json_output import print_json
 from gpusnap.cli.keep_options import keep_options
 from gpusnap.cli.keep_options import rules as rules_of
+from gpusnap.cli.options.container_names import check_not_empty
 from gpusnap.oci.base.dataclass import asdict
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.retention.prune import Verdict
@@ -32,7 +33,9 @@ _LAYOUTS = (((), 2), (("created",), 2), (("created", "container"), 2))
 
 
 @click.command()
-@click.argument("what", nargs=-1, metavar="[STORE] [NAME]...", shell_complete=complete_store)
+@click.argument(
+    "what", nargs=-1, metavar="[STORE] [NAME]...", callback=check_not_empty, shell_complete=complete_store
+)
 @keep_options
 @click.option("--dry-run", is_flag=True, help="Print what would be removed without removing it.")
 @click.option("--gc", "at_once", is_flag=True, help="Free the disk space immediately, as `gpusnap gc` does.")

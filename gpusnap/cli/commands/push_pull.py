@@ -74,7 +74,7 @@ def push(
     with Progress() as progress:
         done = push_pull.push(
             found,
-            locator.parse_registry(ref),
+            _parse_reference(ref),
             plain_http=plain_http,
             format=form,
             packing=packing or "gzip",
@@ -129,8 +129,8 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
 
     place: locator.Place | locator.InContainerd | None = None
     if to is not None:
-        place = locator.in_containerd(to) or locator.destination(to)
-    if place is not None and not isinstance(place, locator.InStore | locator.InContainerd):
+        place = locator.in_containerd(to) or (locator.destination(to) if to.startswith("oci:") else None)
+    if to is not None and not isinstance(place, locator.InStore | locator.InContainerd):
         raise UsageError(
             f"--to {to} is not a store",
             hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
@@ -138,7 +138,7 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
         )
     with Progress() as progress:
         done = push_pull.pull(
-            locator.parse_registry(ref), file=file, to=place, plain_http=plain_http, progress=progress
+            _parse_reference(ref), file=file, to=place, plain_http=plain_http, progress=progress
         )
     if as_json:
         described = {"reference": done.reference, "digest": done.digest}
@@ -199,6 +199,14 @@ def copy(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     where = done.reference or done.file or image or _in_store(done)
     click.echo(f"{where}  {done.digest}  {moved}")
     print_image_notes(done.image, done.file)
+
+
+def _parse_reference(word: str) -> locator.InRegistry:
+    try:
+        return locator.parse_registry(word)
+    except UsageError as error:
+        error.add_hint("for a store or a file, use gpusnap copy")
+        raise
 
 
 def _in_store(done: copying.CopyResult) -> str:

@@ -56,7 +56,11 @@ def find_running(name: str, asked: podman.Inspection) -> Running:
     if found.status == "paused":
         asleep = suspensions.find_by_container(found.id)
         if asleep is not None and asleep.stage is suspensions.Stage.SUSPENDED:
-            raise ContainerError(f"the container {found.name} is already suspended", code="GPS-206")
+            raise ContainerError(
+                f"the container {found.name} is already suspended",
+                hint=f"gpusnap resume {found.name} resumes it",
+                code="GPS-206",
+            )
         raise ContainerError(
             f"the container {found.name} is paused",
             hint=f"podman unpause {found.name}, then suspend it",
