@@ -249,6 +249,12 @@ def in_store(word: str) -> InStore:
     """Do the same as `find`, for a command that only reads stores. Raises like that."""
     if word.startswith(_STORE):
         return _in_folder(word)
+    if word.startswith((PLAIN_HTTP, TRANSPORT)):
+        raise UsageError(
+            f"{word[:120]!r} is in a registry, and this command only takes checkpoints in a store",
+            hint="gpusnap pull or gpusnap copy copies it into one",
+            code="GPS-102",
+        )
     if word.startswith(_BEGINNINGS) and os.path.lexists(word):
         raise UsageError(
             f"{word[:120]!r} is a file, and this command only takes checkpoints in a store",
@@ -392,7 +398,7 @@ _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"
 def _check_not_containerd(word: str) -> None:
     if word.startswith(_CONTAINERD):
         raise UsageError(
-            f"{word[:120]!r} is an image in containerd; only gpusnap push and gpusnap pull --to handle those",
+            f"{word[:120]!r} is an image in containerd; only gpusnap push, pull --to and copy handle those",
             hint="use ctr container checkpoint and ctr container restore",
             code="GPS-102",
         )

@@ -96,9 +96,10 @@ def print_memory(console: Console, record: Manifest, figures: Statistics) -> Non
         )
     console.print(rows)
     _print_more(console, found[_MOST_LINES:])
+    chunks = "1 chunk" if figures.chunks == 1 else f"{figures.chunks} chunks"
     say(
         console,
-        f"{human(figures.size)} in {figures.chunks} chunks: {human(figures.zero)} zero, "
+        f"{human(figures.size)} in {chunks}: {human(figures.zero)} zero, "
         f"{human(figures.repeated)} repeated; {blobs(figures.blobs)} ({figures.zstd} zstd, "
         f"{figures.planes} in planes, {figures.plain} plain) of {human(figures.stored)}, "
         f"{figures.ratio:.1f} to 1",

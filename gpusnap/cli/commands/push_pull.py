@@ -145,7 +145,7 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
         described |= {"store": done.store, "name": done.name, "file": done.file}
         print_json(described | _describe_image(done.image or done.packed) | document(done.moved))
         return
-    shown = done.image.name if done.image is not None else done.name or done.file
+    shown = done.image.name if done.image is not None else done.file or _in_store(done)
     click.echo(f"{shown}  {done.digest}  {figures(done.moved)}")
     print_image_notes(done.image, "")
     print_image_notes(done.packed, done.file)
@@ -209,7 +209,7 @@ def _parse_reference(word: str) -> locator.InRegistry:
         raise
 
 
-def _in_store(done: copying.CopyResult) -> str:
+def _in_store(done: copying.CopyResult | push_pull.PullResult) -> str:
     """As a command line names it."""
     if done.store == locator.default_store().path:
         return done.name or done.digest

@@ -107,7 +107,8 @@ def test_labels(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     words = [word for each in given for word in ("--label", each)]
     ref = f"http://{registry.host}/team/app:v1"
     document("checkpoint", "w", "--name", "mine", "--to", ref, *words)
-    ran("pull", ref, "--to", f"oci:{tmp_path}/other:theirs")
+    there = f"oci:{tmp_path}/other:theirs"
+    assert ran("pull", ref, "--to", there).output.startswith(f"{there}  sha256:")
     document("copy", f"oci:{tmp_path}/other:theirs", f"oci-archive:{tmp_path}/w.tar")
     document("copy", f"{tmp_path}/w.tar", f"oci:{tmp_path}/third:w")
     for place, name in (("store", "mine"), ("other", "theirs"), ("third", "w")):

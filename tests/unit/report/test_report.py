@@ -247,9 +247,14 @@ def test_without_a_store(
 @pytest.mark.parametrize(
     ("store", "wanted"), [("empty", "{} is empty"), ("not there", "{}: it does not exist")]
 )
-def test_the_state_of_the_store(gpusnap: Run, planted: Store, store: str, wanted: str) -> None:
-    """In a report of the host alone, too."""
-    assert f"{planted.path}, 1 entries in its index" in gpusnap("report", "-o", "-")[1]
+def test_the_state_of_the_store(
+    gpusnap: Run, planted: Store, tmp_path: Path, store: str, wanted: str
+) -> None:
+    """In a report of the host alone, too; and settings that say nothing are said to."""
+    (tmp_path / "gpusnap.toml").write_text("# retries = 3\n")
+    out = gpusnap("report", "-o", "-")[1]
+    assert f"{planted.path}, entries in its index: 1" in out
+    assert "gpusnap.toml sets nothing: all have their defaults" in out
     shutil.rmtree(planted.path)
     if store == "empty":
         Path(planted.path).mkdir()
