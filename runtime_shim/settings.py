@@ -38,7 +38,7 @@ class Nvidia:
     """[nvidia]: how processes are suspended."""
 
     lock_timeout: float = 10.0
-    """Seconds that a process may take to finish its current GPU work, or within vfork."""
+    """Seconds that a process may take to finish its current GPU work, or to return from vfork(2)."""
     allow_nccl: bool = False
     """Checkpoint processes that may share GPU memory through NCCL, which the driver cannot restore; and, with
     --leave-running, ranks whose GPUs another process uses, too."""
@@ -74,7 +74,8 @@ class Criu:
     of the container's own files that are open for writing, if the container continues."""
     cut_files: bool = False
     """At a restore, cut files in volumes and directories of the host that processes have open for writing,
-    and that have grown since the checkpoint. What was written to them since is lost. false: it is refused."""
+    and that have grown since the checkpoint. What was written to them since is lost. false: the restore is
+    refused."""
     timeout: int = 60
     """Seconds that CRIU may take to stop the container's tasks."""
     skip_in_flight: bool = True
@@ -173,7 +174,7 @@ class Metrics:
     textfile: str = ""
     """Directory for gpusnap.prom, read by node_exporter's textfile collector; empty: not written."""
     journal: bool = False
-    """Write a line of JSON for each to the system's log."""
+    """Write a line of JSON for each checkpoint and restore to the system's log."""
 
 
 @dataclass(frozen=True, slots=True)
