@@ -127,15 +127,16 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
     """
     from gpusnap.operations import push_pull
 
-    place: locator.Place | locator.InContainerd | None = None
+    place: locator.InStore | locator.InContainerd | None = None
     if to is not None:
-        place = locator.in_containerd(to) or (locator.destination(to) if to.startswith("oci:") else None)
-    if to is not None and not isinstance(place, locator.InStore | locator.InContainerd):
-        raise UsageError(
-            f"--to {to} is not a store",
-            hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
-            code="GPS-102",
-        )
+        found = locator.in_containerd(to) or (locator.destination(to) if to.startswith("oci:") else None)
+        if not isinstance(found, locator.InStore | locator.InContainerd):
+            raise UsageError(
+                f"--to {to} is not a store",
+                hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
+                code="GPS-102",
+            )
+        place = found
     with Progress() as progress:
         done = push_pull.pull(
             _parse_reference(ref), file=file, to=place, plain_http=plain_http, progress=progress

@@ -11,10 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gpusnap.oci.base.files import name_new, sync_folder
-from gpusnap.runtime_shim.base.errors import (
-    ImageError,
-    reason,
-)
+from gpusnap.runtime_shim.base.errors import ImageError, reason
 
 _COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd"}
 

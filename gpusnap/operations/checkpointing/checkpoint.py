@@ -188,18 +188,7 @@ def checkpoint(
             hint=f"gpusnap push {made.name} {request.to.reference}{plain_http} continues it",
             code=said.code or "GPS-710",
         ) from error
-    return CheckpointResult(
-        found,
-        time.monotonic() - began,
-        made.gpu_memory,
-        made.size,
-        made.new,
-        made.name,
-        made.digest,
-        made.store,
-        pushed=pushed,
-        pause=made.pause,
-    )
+    return replace(made, seconds=time.monotonic() - began, pushed=pushed)
 
 
 def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
@@ -350,9 +339,8 @@ def _to_file(
     token = secrets.token_hex(4)
     beside = os.path.join(folder, f".{name[:200]}.{token}")
     aside = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{archives.ending(path)}")
-    with archives.explain_write_errors(
-        path
-    ):  # now: after Podman has ended the container it would be too late for this error
+    # Now: after Podman has ended the container it would be too late for this error.
+    with archives.explain_write_errors(path):
         os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def keep() -> str:
