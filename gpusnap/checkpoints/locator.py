@@ -160,7 +160,7 @@ def find(word: str, *, remote: bool = True) -> Place:
     Without `remote`, no word refers to a registry: one of that form may be a name in the store. A store must
     exist. Raises NotFound, UsageError, SettingsError.
     """
-    _check_not_containerd(word)
+    _check_not_containerd(word, f"gpusnap copy {shlex.quote(word)} oci:DIR copies it into a store")
     if word.startswith(_STORE):
         return _in_folder(word)
     file, word = word.startswith(_LAYOUT_FILE), word.removeprefix(_LAYOUT_FILE)
@@ -295,7 +295,7 @@ def destination(word: str) -> Place:
 
     Raises UsageError.
     """
-    _check_not_containerd(word)
+    _check_not_containerd(word, "ctr container checkpoint --task makes a checkpoint there")
     if word.startswith(_LAYOUT_FILE):
         raise UsageError(
             f"{word[:120]!r} is an image layout in a file; only gpusnap copy writes those",
@@ -395,11 +395,11 @@ _HINT = "run gpusnap ls, or see gpusnap --help for how to name a checkpoint"
 _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"
 
 
-def _check_not_containerd(word: str) -> None:
+def _check_not_containerd(word: str, hint: str) -> None:
     if word.startswith(_CONTAINERD):
         raise UsageError(
             f"{word[:120]!r} is an image in containerd; only gpusnap push, pull --to and copy handle those",
-            hint="use ctr container checkpoint and ctr container restore",
+            hint=hint,
             code="GPS-102",
         )
 

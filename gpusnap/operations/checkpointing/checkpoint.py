@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from gpusnap.base.progress import Progress, Tick, board, watch_growth
-from gpusnap.base.user_errors import convert_errors, make_told_error
+from gpusnap.base.user_errors import NotFound, convert_errors, make_told_error
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.entries import read_member
@@ -151,7 +151,7 @@ def checkpoint(
             code="GPS-102",
         )
     settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman does not always show the reason
-    found = asked.container() if asked is not None else podman.inspect_container(request.container)
+    found = find_container(request.container, asked)
     asleep = _is_suspended(found)
     if asleep:
         request = replace(request, leave_running=True, asleep=True)
@@ -189,6 +189,24 @@ def checkpoint(
             code=said.code or "GPS-710",
         ) from error
     return replace(made, seconds=time.monotonic() - began, pushed=pushed)
+
+
+def find_container(name: str, asked: podman.Inspection | None = None) -> podman.Container:
+    """Return Podman's container; `asked`: Podman's answer about it, if it was already requested.
+
+    Raises NotFound, which says so if the name is that of a task of containerd's; GpusnapError.
+    """
+    try:
+        return asked.container() if asked is not None else podman.inspect_container(name)
+    except NotFound as error:
+        from gpusnap.operations.suspending.targets import is_task  # modules that nothing else here needs
+
+        if not is_task(name):
+            raise
+        raise NotFound(
+            f"Podman has no container {name}, but containerd has a task of that name",
+            hint="ctr container checkpoint --task makes a checkpoint of it: see docs/containerd.md",
+        ) from error
 
 
 def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:

@@ -49,6 +49,9 @@ def find_running(name: str, asked: podman.Inspection) -> Running:
     except GpusnapError as error:
         there = _task(name)
         if there is None:
+            namespace, _, task = name.partition("/")
+            if namespace and task:  # no name in Podman has a slash
+                raise ctr.make_no_task_error(task, namespace) from error
             raise error
         namespace, container_id = there
         root = os.path.join(CONTAINERD_ROOT, namespace)
