@@ -17,9 +17,9 @@ from gpusnap.cli import tables as show
 from gpusnap.cli.commands.stores.upkeep import collect_store, collected_document, find_store
 from gpusnap.cli.completion import complete_store
 from gpusnap.cli.json_output import print_json
-from gpusnap.cli.keep_options import keep_options
-from gpusnap.cli.keep_options import rules as rules_of
 from gpusnap.cli.options.container_names import check_not_empty
+from gpusnap.cli.options.keep_options import keep_options
+from gpusnap.cli.options.keep_options import rules as rules_of
 from gpusnap.oci.base.dataclass import asdict
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.retention.prune import Verdict

@@ -15,8 +15,8 @@ from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_container
 from gpusnap.cli.json_output import print_json
-from gpusnap.cli.keep_options import duration, keep_options, rules, words
 from gpusnap.cli.options.container_names import check_not_empty
+from gpusnap.cli.options.keep_options import duration, keep_options, rules, words
 from gpusnap.doctor.base.sources import program
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import asdict
