@@ -115,7 +115,7 @@ class Memory:
     """Let the driver start restoring before all memory has been read, if the kernel supports it."""
     parallel_restore: bool = True
     """Write large private memory of the processes in many threads while CRIU waits; CRIU itself uses one.
-    Without effect where a ceiling is set."""
+    It has no effect if memory.ceiling is set."""
     sync: bool = True
     """Flush the checkpoint to disk before it is reported as complete; otherwise a host crash may lose it."""
     keep: bool = True
@@ -218,7 +218,7 @@ def load(path: str = SETTINGS_FILE) -> Settings:
 def load_only(key: str, path: str = SETTINGS_FILE) -> tuple[Settings, tuple[SettingsError, ...]]:
     """The settings for what needs one key alone, and what is wrong with the others, which have defaults.
 
-    Raises SettingsError where the file is no TOML, the key's value is wrong, or the key may be meant by
+    Raises SettingsError if the file is no TOML, the key's value is wrong, or the key may be meant by
     another one.
     """
     settings, wrong = Settings(), list[SettingsError]()

@@ -22,7 +22,7 @@ from gpusnap.retention.history import history as moments
 from gpusnap.runtime_shim.base.errors import UsageError
 from gpusnap.runtime_shim.base.units import human
 
-# What is left out where there is no room, and the spaces between columns.
+# What is left out if there is no room, and the spaces between columns.
 _LAYOUTS = (
     ((), 2),
     (("driver",), 2),
@@ -102,7 +102,7 @@ def _name(each: Moment) -> str:
 
 
 def _age(of: Moment, now: datetime) -> int | None:
-    """Seconds; None where it does not say when it was made."""
+    """Return seconds; None if it does not say when it was made."""
     with suppress(ValueError, TypeError):
         return round((now - datetime.fromisoformat(of.created)).total_seconds())
     return None

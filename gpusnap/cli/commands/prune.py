@@ -28,7 +28,7 @@ from gpusnap.runtime_shim.base.errors import UsageError
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.base.units import human
 
-# What is left out where there is no room, and the spaces between columns.
+# What is left out if there is no room, and the spaces between columns.
 _LAYOUTS = (((), 2), (("created",), 2), (("created", "container"), 2))
 
 

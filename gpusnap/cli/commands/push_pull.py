@@ -211,7 +211,7 @@ def _parse_reference(word: str) -> locator.InRegistry:
 
 
 def _in_store(done: copying.CopyResult | push_pull.PullResult) -> str:
-    """As a command line names it."""
+    """Return how a command line names a checkpoint in a store."""
     if done.store == locator.default_store().path:
         return done.name or done.digest
     return f"oci:{done.store}:{done.name or done.digest}"

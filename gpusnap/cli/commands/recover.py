@@ -260,7 +260,7 @@ def _say_nothing(
 
 
 def _list(found: Leftovers, asleep: Sequence[Suspension] | None, *, as_json: bool) -> None:
-    """`asleep`: those that are suspended; None where one container alone is asked for."""
+    """`asleep`: those that are suspended; None if one container alone is asked for."""
     unknown, open_ones = unknown_containers.list_unknown(found.restored)
     path = settings_file.load().store.path
     awake = [each for each in asleep or () if suspending.is_awake(each)]

@@ -89,7 +89,7 @@ def _warn(without: str, unknown: str) -> None:
 
 
 def _explain_unknown(container: str) -> str:
-    """Why Podman does not tell of a container; empty where it does."""
+    """Return why Podman does not describe a container; empty if it does."""
     try:
         podman.inspect_container(container)
     except GpusnapError as error:
@@ -98,7 +98,7 @@ def _explain_unknown(container: str) -> str:
 
 
 def _place(what: str | None, *, last: bool) -> tuple[InStore | None, str]:
-    """The checkpoint; or None, and why there is none where one was wanted: that may be what is reported."""
+    """Return the checkpoint; or None and, if one was wanted, why it is not there: the report has that."""
     try:
         place = _find_last() if last else in_store(what) if what is not None else None
         if place is not None:

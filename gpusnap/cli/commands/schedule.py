@@ -143,7 +143,7 @@ def _prune_words(container: str, to: str | None, keep: dict[str, Any]) -> tuple[
 
 
 def _find_name(container: str) -> tuple[str, str]:
-    """The name of a container that may be given by its ID, and what there is to say.
+    """Return the name of a container that may be given by its ID, and a note about it.
 
     There may be none now: Quadlet makes one at each start.
     """

@@ -237,7 +237,7 @@ class _Removed:
 
 
 def find_store(word: str | None) -> Store:
-    """The store that a word names, or this host's. Raises UsageError, NotFound."""
+    """Return the store that a word names, or this host's. Raises UsageError, NotFound."""
     if word is None:
         return default_store()
     place = in_store(word) if word.startswith("oci:") else None
@@ -293,7 +293,7 @@ def _check_migrations(store: Store, root: Descriptor) -> None:
 
 
 def _to_remove(store: Store, wanted: str, *, everything: bool) -> tuple[str, ...]:
-    """The names, or the digest, that a word stands for; never one of several that it may stand for.
+    """Return the names, or the digest, that a word stands for; never one of several that it may stand for.
 
     Raises NotFound, GpusnapError.
     """
