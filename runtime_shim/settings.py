@@ -38,7 +38,7 @@ class Nvidia:
     """[nvidia]: how processes are suspended."""
 
     lock_timeout: float = 10.0
-    """Seconds that a process may take to finish its current GPU work, or within vfork."""
+    """Seconds that a process may take to finish its current GPU work, or to return from vfork(2)."""
     allow_nccl: bool = False
     """Checkpoint processes that may share GPU memory through NCCL, which the driver cannot restore; and, with
     --leave-running, ranks whose GPUs another process uses, too."""
@@ -74,7 +74,8 @@ class Criu:
     of the container's own files that are open for writing, if the container continues."""
     cut_files: bool = False
     """At a restore, cut files in volumes and directories of the host that processes have open for writing,
-    and that have grown since the checkpoint. What was written to them since is lost. false: it is refused."""
+    and that have grown since the checkpoint. What was written to them since is lost. false: the restore is
+    refused."""
     timeout: int = 60
     """Seconds that CRIU may take to stop the container's tasks."""
     skip_in_flight: bool = True
@@ -114,7 +115,7 @@ class Memory:
     """Let the driver start restoring before all memory has been read, if the kernel supports it."""
     parallel_restore: bool = True
     """Write large private memory of the processes in many threads while CRIU waits; CRIU itself uses one.
-    Without effect where a ceiling is set."""
+    It has no effect if memory.ceiling is set."""
     sync: bool = True
     """Flush the checkpoint to disk before it is reported as complete; otherwise a host crash may lose it."""
     keep: bool = True
@@ -173,7 +174,7 @@ class Metrics:
     textfile: str = ""
     """Directory for gpusnap.prom, read by node_exporter's textfile collector; empty: not written."""
     journal: bool = False
-    """Write a line of JSON for each to the system's log."""
+    """Write a line of JSON for each checkpoint and restore to the system's log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ def load(path: str = SETTINGS_FILE) -> Settings:
 def load_only(key: str, path: str = SETTINGS_FILE) -> tuple[Settings, tuple[SettingsError, ...]]:
     """The settings for what needs one key alone, and what is wrong with the others, which have defaults.
 
-    Raises SettingsError where the file is no TOML, the key's value is wrong, or the key may be meant by
+    Raises SettingsError if the file is no TOML, the key's value is wrong, or the key may be meant by
     another one.
     """
     settings, wrong = Settings(), list[SettingsError]()

@@ -43,7 +43,7 @@ def check_access(path: str) -> None:
 
 def explain_error(error: GpusnapError) -> GpusnapError:
     """Return the error; if a user's access was denied, with the advice to run the command as root."""
-    if is_root() or error.hint == _HINT or not _is_refused(error):
+    if is_root() or "as root" in error.hint or not _is_refused(error):
         return error
     hint = f"{_HINT}; {error.hint}" if error.hint else _HINT
     return GpusnapError(str(error), hint=hint, code=_CODE)

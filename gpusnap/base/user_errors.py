@@ -71,7 +71,7 @@ _NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 
 # By the engine that restores an image.
 _OF_IMAGES = {
-    "podman": "run podman pull, then podman container restore IMAGE; or gpusnap restore",
+    "podman": "run podman pull, then podman container restore IMAGE; or gpusnap restore REF",
     "cri": "use it as the image of a container in a new pod",
 }
 

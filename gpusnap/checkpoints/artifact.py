@@ -57,7 +57,7 @@ class ArtifactParts:
         if self.artifact.is_image:
             raise Refused(
                 f"{self.root.digest} is a containerd checkpoint, which Podman cannot restore",
-                hint="on a host with containerd: gpusnap pull REF --to containerd:IMAGE, then ctr container "
+                hint="on a host with containerd: gpusnap copy WHAT containerd:IMAGE, then ctr container "
                 "restore --live NAME IMAGE",
                 code="GPS-607",
             )

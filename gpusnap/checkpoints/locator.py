@@ -160,7 +160,7 @@ def find(word: str, *, remote: bool = True) -> Place:
     Without `remote`, no word refers to a registry: one of that form may be a name in the store. A store must
     exist. Raises NotFound, UsageError, SettingsError.
     """
-    _check_not_containerd(word)
+    _check_not_containerd(word, f"gpusnap copy {shlex.quote(word)} oci:DIR copies it into a store")
     if word.startswith(_STORE):
         return _in_folder(word)
     file, word = word.startswith(_LAYOUT_FILE), word.removeprefix(_LAYOUT_FILE)
@@ -199,14 +199,29 @@ def in_file(path: str) -> InFile:
     return InFile(path)
 
 
-def check_free(path: str) -> None:
-    """Raise GpusnapError if the name for an archive is in use."""
+def check_new_file(path: str, *, hint: str = "") -> None:
+    """Raise GpusnapError if no new file can be written at the path; `hint`: if it is a directory."""
+    if os.path.isdir(path):
+        raise GpusnapError(
+            f"{path} cannot be written: it is a directory",
+            hint=hint
+            or f"name a file in it, such as {os.path.join(path, 'checkpoint.tar.zst')}, or a store in it as "
+            f"oci:{os.path.join(path, 'store')}",
+            code="GPS-103",
+        )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise GpusnapError(f"{path} cannot be written: it exists, and is not a file", code="GPS-103")
     if os.path.lexists(path):
         raise GpusnapError(
             f"{path} exists already",
             hint="gpusnap does not overwrite files: remove it, or give another name",
             code="GPS-103",
         )
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise GpusnapError(f"{path} cannot be written: {folder} is not a directory", code="GPS-103")
+    if not os.access(folder, os.W_OK | os.X_OK):  # for root: a read-only file system
+        raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
 
 
 def in_containerd(word: str) -> InContainerd | None:
@@ -234,6 +249,12 @@ def in_store(word: str) -> InStore:
     """Do the same as `find`, for a command that only reads stores. Raises like that."""
     if word.startswith(_STORE):
         return _in_folder(word)
+    if word.startswith((PLAIN_HTTP, TRANSPORT)):
+        raise UsageError(
+            f"{word[:120]!r} is in a registry, and this command only takes checkpoints in a store",
+            hint="gpusnap pull or gpusnap copy copies it into one",
+            code="GPS-102",
+        )
     if word.startswith(_BEGINNINGS) and os.path.lexists(word):
         raise UsageError(
             f"{word[:120]!r} is a file, and this command only takes checkpoints in a store",
@@ -274,7 +295,7 @@ def destination(word: str) -> Place:
 
     Raises UsageError.
     """
-    _check_not_containerd(word)
+    _check_not_containerd(word, "ctr container checkpoint --task makes a checkpoint there")
     if word.startswith(_LAYOUT_FILE):
         raise UsageError(
             f"{word[:120]!r} is an image layout in a file; only gpusnap copy writes those",
@@ -315,7 +336,7 @@ def parse_registry(word: str) -> InRegistry:
     try:
         return InRegistry(*reference.parse_plain(word))
     except RegistryError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error), code=error.code) from error
 
 
 def default_store() -> Store:
@@ -374,11 +395,11 @@ _HINT = "run gpusnap ls, or see gpusnap --help for how to name a checkpoint"
 _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"
 
 
-def _check_not_containerd(word: str) -> None:
+def _check_not_containerd(word: str, hint: str) -> None:
     if word.startswith(_CONTAINERD):
         raise UsageError(
-            f"{word[:120]!r} is an image in containerd; only gpusnap push and gpusnap pull --to handle those",
-            hint="use ctr container checkpoint and ctr container restore",
+            f"{word[:120]!r} is an image in containerd; only gpusnap push, pull --to and copy handle those",
+            hint=hint,
             code="GPS-102",
         )
 
@@ -394,6 +415,10 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
     if new and wanted:
         parse_name(wanted)
     check_access(path)
+    if new and os.path.exists(path) and not os.path.isdir(path):
+        raise UsageError(
+            f"{path} is a file, and a store is a directory", hint="write oci:DIR", code="GPS-102"
+        )
     if not new and not os.path.isdir(path):
         raise NotFound(
             f"there is no store {path}: there is no such directory",

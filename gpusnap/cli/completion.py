@@ -62,7 +62,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 """
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words of the line up to the cursor, and the one that is not whole yet."""
+        """Return the words of the line up to the cursor, and the one that is incomplete."""
         line = os.environ["COMP_WORDS"]
         words = split_arg_string(line)[1:]
         incomplete = words.pop() if words and not line[-1:].isspace() else ""
@@ -90,7 +90,7 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 def complete_checkpoint(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A checkpoint: in this host's store, in oci:DIR, or a file."""
+    """Complete a checkpoint: in this host's store, in oci:DIR, or a file."""
     found = complete_stored(ctx, param, incomplete)
     if not incomplete.startswith(_STORE):
         found.append(CompletionItem(incomplete, type="file"))
@@ -98,7 +98,7 @@ def complete_checkpoint(ctx: click.Context, param: click.Parameter, incomplete: 
 
 
 def complete_stored(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A name or the digits of a digest in this host's store, or oci:DIR:NAME."""
+    """Complete a name or the digits of a digest in this host's store, or oci:DIR:NAME."""
     from gpusnap.checkpoints.locator import default_store
     from gpusnap.oci.store.store import Store
 
@@ -120,7 +120,7 @@ def complete_store(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 
 def complete_container(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The name of a container that runs, by Podman."""
+    """Complete the name of a running container, as Podman has it."""
     from gpusnap.runtime_shim.runtime import child_process
 
     try:
@@ -133,7 +133,7 @@ def complete_container(ctx: click.Context, param: click.Parameter, incomplete: s
 
 
 def complete_suspended(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The name of a suspended container."""
+    """Complete the name of a suspended container."""
     from gpusnap.runtime_shim.snapshot.records import suspensions
 
     with suppress(GpusnapError):
@@ -142,7 +142,7 @@ def complete_suspended(ctx: click.Context, param: click.Parameter, incomplete: s
 
 
 def _iterate_names(store: Store) -> Iterator[str]:
-    """Names; the first digits of what has none."""
+    """Yield names, and the first digits of what has none."""
     with suppress(OciError):
         for entry in store.entries():
             yield entry.name or entry.descriptor.digest.partition(":")[2][:12]

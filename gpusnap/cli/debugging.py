@@ -24,7 +24,7 @@ def begin() -> None:
 
 
 def show(error: BaseException) -> None:
-    """The traceback of an error, if it was asked for."""
+    """Print the traceback of an error, if it was asked for."""
     if _on.is_set():
         traceback.print_exception(error)
 

@@ -20,7 +20,7 @@ _FAILED = 1
 
 
 def main() -> int:
-    """As gpusnap.cli.main.main."""
+    """Do the same as gpusnap.cli.main.main."""
     if _signal.getsignal(_signal.SIGINT) != _signal.SIG_IGN:  # as under nohup
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     atexit.register(_end)  # the first is the last to be called

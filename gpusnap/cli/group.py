@@ -23,11 +23,11 @@ class Group(click.Group):
         """The module of each command, which has it by that name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, in order."""
+        """Return all names, in order."""
         return sorted({*self._modules, *self.commands})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a name; None where there is none."""
+        """Return the command of a name; None if there is none."""
         module = self._modules.get(cmd_name)
         if module is None:
             return super().get_command(ctx, cmd_name)
@@ -38,7 +38,7 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that is asked for. For an unknown one, the error names the nearest."""
+        """Return the command that is asked for. For an unknown one, the error names the nearest."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -48,7 +48,7 @@ class Group(click.Group):
             raise click.UsageError(f"No such command '{args[0]}'. Did you mean '{near[0]}'?", ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands in the help."""
+        """Write the list of commands in the help."""
         rows = []
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)

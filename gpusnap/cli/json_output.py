@@ -17,7 +17,7 @@ def print_json(value: object) -> None:
 
 
 def document(record: Any) -> dict[str, Any]:
-    """A dataclass for JSON: its fields, named as in the manifest ("only_a" is "onlyA"); so within it."""
+    """Return the fields of a dataclass for JSON, named as in the manifest ("onlyA" for only_a)."""
     named: dict[str, Any] = _rename_fields(asdict(record))
     return named
 

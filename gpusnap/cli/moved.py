@@ -22,18 +22,18 @@ def figures(moved: TransferTotals, verb: str = "transferred") -> str:
 
 
 def format_written(moved: TransferTotals) -> str:
-    """The same of a new file: all of it is there, wherever it came from."""
+    """Return the same for a new file: all of it was written, wherever it came from."""
     size = human(moved.bytes + moved.skipped_bytes)
     return f"written: {size} in {blobs(moved.blobs + moved.skipped_blobs)}"
 
 
 def blobs(count: int) -> str:
-    """So many blobs."""
+    """Return a number of blobs as text."""
     return "1 blob" if count == 1 else f"{count} blobs"
 
 
 def print_image_notes(image: ImportedImage | None, file: str) -> None:
-    """What a checkpoint of containerd's still needs there, or what `ctr images import` of a file will set."""
+    """Print what a checkpoint still needs in containerd, or what `ctr images import` of a file will set."""
     if image is None:
         return
     if file:
@@ -50,5 +50,5 @@ def print_image_notes(image: ImportedImage | None, file: str) -> None:
 
 
 def make_pushed_document(done: PushResult) -> dict[str, object]:
-    """What a push has done, as JSON has it."""
+    """Return what a push has done, for JSON."""
     return {"reference": done.reference, "digest": done.digest} | document(done.moved)

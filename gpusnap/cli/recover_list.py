@@ -62,7 +62,7 @@ class PendingOperation:
     why: str = ""
     """What Podman says of an unknown container, and what is known of one that is migrated or frozen."""
     name: str = ""
-    """Its engine's name for it, where that is known."""
+    """Its engine's name for it, if that is known."""
 
 
 def list_waiting(
@@ -77,7 +77,7 @@ def list_waiting(
     paused: Sequence[PausedContainer] = (),
     due: Sequence[DueCommand] = (),
 ) -> tuple[PendingOperation, ...]:
-    """All of these, by container."""
+    """Return all of these, by container."""
     found = [
         PendingOperation(
             e.container,
@@ -145,13 +145,13 @@ class Names:
         return self._asked.get(container, "")
 
     def format_name(self, container: str) -> str:
-        """Name and short ID, or the ID alone where there is no name."""
+        """Name and short ID, or the ID alone if there is no name."""
         name = self.name(container)
         return f"{name} ({container[:12]})" if name and name != container else container
 
 
 def line(each: PendingOperation, names: Names) -> str:
-    """One for people."""
+    """Describe one for people."""
     shown = names.format_name(each.container)
     if each.kind in ("unknown", "suspended", "ended", "stopped", "leaving", "coming", "paused", "command"):
         return f"{shown}  {each.why}"
@@ -169,7 +169,7 @@ def line(each: PendingOperation, names: Names) -> str:
 
 
 def list_stopped(found: Sequence[StoppedContainer]) -> tuple[PendingOperation, ...]:
-    """The same for containers that killed commands stopped, with memory in another store than this host's.
+    """Return the same for containers that killed commands stopped, with memory in another store.
 
     Memory without a name in this host's store is also what `podman container checkpoint` leaves.
     """
@@ -189,7 +189,7 @@ def list_stopped(found: Sequence[StoppedContainer]) -> tuple[PendingOperation, .
 
 
 def describe_stopped(found: StoppedContainer) -> str:
-    """One for people, about a container that Podman can restore."""
+    """Describe for people a container that Podman can restore."""
     there = found.container
     shown = Names({there.id: there.name}).format_name(there.id)
     return f"{shown}  {_explain_stopped(found)}"

@@ -41,17 +41,17 @@ _MOST_LINES = 20
 
 
 def shorten_digest(digest: str) -> str:
-    """The first digits of a digest."""
+    """Return the first digits of a digest."""
     return digest.partition(":")[2][:DIGITS]
 
 
 def format_fault(digest: str, fault: str) -> str:
-    """A line on a checkpoint that is damaged, or cannot be read."""
+    """Return a line about a checkpoint that is damaged, or cannot be read."""
     return f"{shorten_digest(digest)} {'' if fault.startswith(UNREAD) else 'is damaged: '}{fault}"
 
 
 def print_heading(console: Console, stored: StoredCheckpoint) -> None:
-    """Where an artifact is, its names, digest and parts."""
+    """Print where an artifact is, its names, digest and parts."""
     names = ", ".join(stored.names) or "(no name)"
     artifact = stored.artifact
     size = sum(each.size for each in (*artifact.blobs(), *artifact.documents))
@@ -78,7 +78,7 @@ def print_heading(console: Console, stored: StoredCheckpoint) -> None:
 
 
 def print_memory(console: Console, record: Manifest, figures: Statistics) -> None:
-    """What is in chunks, by process and region, and the figures of all chunks."""
+    """Print what is in chunks, by process and region, and the figures of all chunks."""
     found = sorted(parts(record), key=lambda part: -part.table.size)
     if not found:
         return
@@ -96,9 +96,10 @@ def print_memory(console: Console, record: Manifest, figures: Statistics) -> Non
         )
     console.print(rows)
     _print_more(console, found[_MOST_LINES:])
+    chunks = "1 chunk" if figures.chunks == 1 else f"{figures.chunks} chunks"
     say(
         console,
-        f"{human(figures.size)} in {figures.chunks} chunks: {human(figures.zero)} zero, "
+        f"{human(figures.size)} in {chunks}: {human(figures.zero)} zero, "
         f"{human(figures.repeated)} repeated; {blobs(figures.blobs)} ({figures.zstd} zstd, "
         f"{figures.planes} in planes, {figures.plain} plain) of {human(figures.stored)}, "
         f"{figures.ratio:.1f} to 1",
@@ -117,7 +118,7 @@ def _print_more(console: Console, rest: Sequence[Part]) -> None:
 
 
 def print_sharing(console: Console, found: Sequence[SharedChunks]) -> None:
-    """What a checkpoint has together with others of its store."""
+    """Print what a checkpoint shares with others in its store."""
     if not found:
         return
     rows = table("shared with", "checkpoint", "size", "share", "digest", fixed=("size", "share", "digest"))
@@ -128,7 +129,7 @@ def print_sharing(console: Console, found: Sequence[SharedChunks]) -> None:
 
 
 def artifact_document(stored: StoredCheckpoint, found: Sequence[SharedChunks]) -> dict[str, Any]:
-    """An artifact for JSON."""
+    """Return an artifact for JSON."""
     artifact = stored.artifact
     blobs, documents = tuple(artifact.blobs()), artifact.documents
 
@@ -158,7 +159,7 @@ def artifact_document(stored: StoredCheckpoint, found: Sequence[SharedChunks]) -
 def print_difference(
     console: Console, found: Comparison, files: Mapping[str, records.Difference], names: tuple[str, str]
 ) -> None:
-    """What B has otherwise than A."""
+    """Print the differences between A and B."""
     say(console, f"A: {names[0]}")
     say(console, f"B: {names[1]}")
     say(console, "")
@@ -241,7 +242,7 @@ def difference_document(
     a: Mapping[str, str],
     b: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The same for JSON; `a` and `b` say what was compared."""
+    """Return the differences for JSON; `a` and `b` say what was compared."""
 
     def processes(some: Sequence[GpuProcess]) -> list[dict[str, Any]]:
         return [{"pid": p.pid, "name": p.name, "command": list(p.command)} for p in some]
@@ -289,7 +290,7 @@ def difference_document(
 
 
 def print_verified(console: Console, found: VerifyResult) -> None:
-    """What was checked, and each blob that is damaged."""
+    """Print what was checked, and each blob that is damaged."""
     what = f"{found.what}: {human(found.size)} in {blobs(found.blobs)}"
     if not found.damaged:
         done = "no damage" if found.read else "all present; contents not read (see --deep)"
@@ -306,7 +307,7 @@ def print_verified(console: Console, found: VerifyResult) -> None:
 
 
 def print_collected(console: Console, path: str, found: Collected, *, dry_run: bool) -> None:
-    """What gc removed, or would."""
+    """Print what gc removed, or would remove."""
     removed = "would remove" if dry_run else "removed"
     say(console, f"{removed} {blobs(found.blobs)}, {human(found.size)}, from {path}")
     if found.stagings:
@@ -338,7 +339,7 @@ def describe_spared(found: Spared) -> str:
 
 
 def explain_pages_only(found: Listing, *, needed: Collection[str] = ()) -> str:
-    """How much of a store is memory without a name, which gc leaves, and how it is freed; "" for none.
+    """Say how much of a store is memory without a name, which gc leaves, and how it is freed; "" for none.
 
     `needed`: the digests of entries that stopped containers need.
     """

@@ -62,9 +62,10 @@ _NUMBERS = {
 
 
 def output() -> Console:
-    """To print results on. Where nobody has said how wide it is and no terminal knows, a row is a line.
+    """Return a console to print results on.
 
-    A terminal that is narrower than tables can be folded breaks their lines itself.
+    If neither COLUMNS nor a terminal says how wide it is, no row is folded. Tables are never folded to less
+    than 80 columns; a narrower terminal breaks the lines itself.
     """
     from rich.console import Console
 
@@ -76,7 +77,7 @@ def output() -> Console:
 
 
 def table(title: str, *columns: str, fixed: Collection[str] = ("UUID",)) -> Table:
-    """A table without lines; what does not fit is folded, but in columns that are `fixed`."""
+    """Make a table without lines; what does not fit is folded, except in columns that are `fixed`."""
     from rich.table import Table
 
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
@@ -91,19 +92,19 @@ def table(title: str, *columns: str, fixed: Collection[str] = ("UUID",)) -> Tabl
 
 
 def make_plain(text: str) -> Text:
-    """A text from a checkpoint, as it is: no markup of rich's, nothing that a terminal would obey."""
+    """Return a text from a checkpoint without markup of rich's, and nothing that a terminal would obey."""
     from rich.text import Text
 
     return Text("".join(c if c.isprintable() else "�" for c in text))
 
 
 def say(to: Console, text: str) -> None:
-    """A line, as `make_plain` has it; it is never broken where nothing but a terminal's width asks for it."""
+    """Print a line, as `make_plain` makes it; it is not broken to fit a terminal."""
     to.print(make_plain(text), soft_wrap=True)
 
 
 def print_manifest(console: Console, record: Manifest) -> None:
-    """GPUs, processes and the timeline of a checkpoint."""
+    """Print the GPUs, processes and timeline of a checkpoint."""
     host = record.host
     for line in (
         f"container {record.container[:12]}, checkpointed {record.created} by gpusnap {record.gpusnap}",
@@ -147,7 +148,7 @@ def print_neutralised(console: Console, processes: tuple[NeutralisedProcess, ...
 
 
 def print_timeline(console: Console, steps: tuple[Step, ...]) -> None:
-    """When each step began, how long it took, and a bar of both."""
+    """Print when each step began, how long it took, and a bar of both."""
     end = max((step.start + step.seconds for step in steps), default=0.0) or 1.0
     rows = table(f"timeline ({end:.2f} s)", "step", "start", "seconds", "")
     for step in steps:
@@ -192,7 +193,7 @@ def print_plan(console: Console, record: Manifest, host: Host, chosen: Plan) -> 
 
 
 def plan_document(chosen: Plan) -> dict[str, Any]:
-    """A plan for JSON."""
+    """Return a plan for JSON."""
     return {
         "pairs": [{"old": old, "new": new} for old, new in chosen.pairs],
         "verdicts": [{"old": v.wanted, "new": v.gpu, "reason": v.reason} for v in chosen.verdicts],
@@ -203,7 +204,7 @@ def plan_document(chosen: Plan) -> dict[str, Any]:
 
 
 def print_settings(console: Console, values: Settings, prefix: str = "") -> None:
-    """Every setting with its value, one a line, as dotted TOML keys."""
+    """Print every setting with its value, one a line, as dotted TOML keys."""
     from dataclasses import is_dataclass
 
     for field in list_fields(values):

@@ -247,10 +247,10 @@ def _run(found: podman.Container, pair: Pair, event: str, progress: Progress) ->
         return
     last = printable(said.strip().rpartition("\n")[2])[-_LONGEST:]
     how = f"did not end within {seconds:g} s" if code is None else f"ended with exit code {code}"
+    more = f"; the annotation {settings.ANNOTATION_PREFIX}hook-timeout gives it more time"
     raise ContainerError(
         f"the command {event} of the container {found.name} {how}{f': {last}' if last else ''}",
-        hint=f"try it: podman exec {found.name} {shlex.join(words)}; the annotation "
-        f"{settings.ANNOTATION_PREFIX}hook-timeout gives it more time",
+        hint=f"try it: podman exec {found.name} {shlex.join(words)}{more if code is None else ''}",
         code="GPS-240",
     )
 

@@ -42,14 +42,17 @@ def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
     if driver is None:
         found.append(ok("GPU processes", "this host has no GPU driver, so no process has GPU state"))
     elif (asleep := suspensions.find_by_container(of.container.id)) is not None:
-        says = f"the container is suspended, and {human(asleep.gpu_memory)} of GPU memory in RAM or the store"
+        says = (
+            f"the container is suspended, and its {human(asleep.gpu_memory)} of GPU memory are in RAM or the "
+            "store"
+        )
         found.append(ok("GPU processes", f"{says}; a checkpoint copies it from there, without the GPU"))
     elif of.container.status == "paused":
         says = (
             "the container is paused, so its processes do not respond to the GPU's driver; a checkpoint "
             "thaws it for that, doctor does not"
         )
-        found.append(warning("GPU processes", says, "resume it, then run gpusnap doctor again"))
+        found.append(warning("GPU processes", says, "unpause it, then run gpusnap doctor again"))
     else:
         try:
             driver = choose_driver(driver, of.container, of.settings)

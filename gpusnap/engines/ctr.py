@@ -207,6 +207,14 @@ def _list_states(namespace: str, *, patience: float | None = None) -> dict[str, 
     return {words[0]: words[-1] for words in lines if words}
 
 
+def make_no_task_error(task: str, namespace: str) -> NotFound:
+    """Return the error for a task that containerd does not have in a namespace; "": in none."""
+    where = f"in containerd's namespace {namespace}" if namespace else "in containerd"
+    return NotFound(
+        f"there is no task {task} {where}", hint=f"see ctr --namespace {namespace or 'NS'} task ls"
+    )
+
+
 def _find_image(namespace: str, name: str) -> tuple[str, str] | None:
     """Return digest and media type of an image."""
     said = _ask(namespace, "images", "ls", f'name=="{name}"')

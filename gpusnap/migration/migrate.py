@@ -103,7 +103,7 @@ class MigrationResult:
 def migrate(parameters: MigrationRequest, progress: Progress) -> MigrationResult:
     """Migrate a container. Raises NotFound, ContainerError, Refused, LinkLost, Interrupted, GpusnapError."""
     began = time.monotonic()
-    found = podman.inspect_container(parameters.container)
+    found = checkpointing.find_container(parameters.container)
     by_hand = f"run podman container checkpoint --export FILE {found.name} here, and podman container restore"
     podman.check(found, instead=f"{by_hand} --import FILE on the other host")
     podman_objects.check_options(found, force=parameters.force)

@@ -60,7 +60,7 @@ class CopyResult:
 def copy(what: Source, to: Destination, *, plain_http: bool = False, progress: Progress) -> CopyResult:
     """Copy a checkpoint and its referrers. Raises NotFound, Damaged, GpusnapError."""
     if isinstance(to, InFile | InLayoutFile):
-        locator.check_free(to.path)
+        locator.check_new_file(to.path)
     if isinstance(what, InStore) and isinstance(to, InStore) and what.store.path == to.store.path:
         return _add_name(what, to)
     with convert_errors():
@@ -80,14 +80,14 @@ def _add_name(what: InStore, to: InStore) -> CopyResult:
             f"{to.store.path} is the store that the checkpoint is already in",
             hint="name the copy: oci:DIR:NAME",
         )
-    digest = what.entry().descriptor.digest
+    root = what.resolve().entry.descriptor
     with convert_errors():
         store = locator.open_store(to.store, write=True)
-        found = kept.load(what.entry().descriptor, store.layout)
-        store.tag(digest, to.wanted)
+        found = kept.load(root, store.layout)
+        store.tag(root.digest, to.wanted)
     parts = [*found.artifact.blobs(), *found.artifact.documents]
     moved = TransferTotals(skipped_blobs=len(parts), skipped_bytes=found.size)
-    return CopyResult(digest, moved, store=store.path, name=to.wanted)
+    return CopyResult(root.digest, moved, store=store.path, name=to.wanted)
 
 
 def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progress: Progress) -> CopyResult:

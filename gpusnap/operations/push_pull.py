@@ -151,7 +151,7 @@ def pull(
     """
     _compression(file)
     if file:
-        locator.check_free(file)
+        locator.check_new_file(file)
     store = to.store if isinstance(to, locator.InStore) else locator.default_store()
     name = to.wanted if isinstance(to, locator.InStore) else ""
     with convert_errors():

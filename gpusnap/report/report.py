@@ -87,7 +87,8 @@ def _settings() -> Iterator[str]:
     if found is None:
         yield f"{SETTINGS_FILE} does not exist, or cannot be read"
         return
-    yield from (line for line in found.splitlines() if line.strip() and not line.lstrip().startswith("#"))
+    lines = [line for line in found.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    yield from lines or [f"{SETTINGS_FILE} sets nothing: all have their defaults"]
 
 
 def _doctor() -> Iterator[str]:
@@ -113,7 +114,7 @@ def _store() -> Iterator[str]:
             return
         yield f"{store.path} has: {', '.join(names)}" if names else f"{store.path} is empty"
         return
-    yield f"{store.path}, {len(entries)} entries in its index"
+    yield f"{store.path}, entries in its index: {len(entries)}"
 
 
 def _checkpoint(what: InStore) -> Iterator[str]:

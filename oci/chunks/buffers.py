@@ -118,7 +118,7 @@ class File:
         """Return None: it is not memory. As a Target it is written to."""
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Read from the file. Raises OciError where it ends too early, OSError."""
+        """Read from the file. Raises OciError if it ends too early, OSError."""
         done = 0
         while done < into.nbytes:
             count = os.preadv(self._descriptor, [into[done:]], offset + done)

@@ -98,7 +98,7 @@ def _list_referrers(repository: Repository, subject: str) -> Iterator[Descriptor
 
 
 def _read_tag_list(repository: Repository, subject: str, *, pushing: bool) -> tuple[Descriptor, ...]:
-    """The list that clients keep where a registry keeps none."""
+    """Return the list that clients keep if a registry keeps none."""
     try:
         root, content = repository.read_manifest(_tag(subject), pushing=pushing)
         if root.media_type == INDEX:

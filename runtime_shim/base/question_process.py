@@ -146,7 +146,7 @@ class _Worker:
             self.forget()
 
     def _look(self) -> None:
-        """Raise _Ended where it has ended, or has been stopped by a signal for too long.
+        """Raise _Ended if it has ended, or has been stopped by a signal for too long.
 
         Its end of the sockets says that it has ended, unless another process has that end too.
         """

@@ -153,7 +153,7 @@ def _make_unwritable_error(path: str, error: OSError) -> GpusnapError:
 
 
 def apply_orders(settings: Settings, container: str) -> Settings:
-    """The settings as ordered for a container; as they are where nobody above this process ordered anything.
+    """The settings as ordered for a container; as they are if nobody above this process ordered anything.
 
     An order says where the chunks go: memory that the settings leave in CRIU's images stays there. It may
     also say who is to be told how far the checkpoint is.

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from gpusnap.oci.base.dataclass import asdict, replace
@@ -66,9 +65,9 @@ from gpusnap.runtime_shim.runtime.criu.plugins import inject
 from gpusnap.runtime_shim.runtime.criu.run import Invocation, invoke
 from gpusnap.runtime_shim.runtime.criu.version import find_named
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
-from gpusnap.runtime_shim.runtime.podman import conmon, dev_shm
+from gpusnap.runtime_shim.runtime.podman import dev_shm
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot import left_stopped
+from gpusnap.runtime_shim.snapshot import calling_podman, left_stopped
 from gpusnap.runtime_shim.snapshot.describe import describe
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, device_access, remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles, plugin_checkpoint
@@ -95,8 +94,6 @@ from gpusnap.runtime_shim.snapshot.records import journal, volumes, written_file
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.recovery import network_lock
 
-# Podman gives it to a container with --rm (libpod, define.InspectAnnotationAutoremove).
-_REMOVED_BY_PODMAN = "io.podman.annotations.autoremove"
 # Seconds between two looks whether a CRIU still waits.
 _LOOK = 0.1
 
@@ -126,10 +123,10 @@ def checkpoint(
         job = CheckpointJob(
             call, real, settings, driver, container, Transaction(), pages, asleep=asleep, remover=remover
         )
-        job.podman = _find_podman(job)
+        job.podman = calling_podman.find_podman(str(call.images()), container)
         with _name_whole_failure(job), _hold_dump(job) as held, job.transaction as transaction:
             with transaction.step("inspect"):
-                _check_podman(job)
+                calling_podman.check_podman(job.podman)
                 config = _inspect(job)
             draft = Draft(str(call.images()), sync=settings.memory.sync)
             with transaction.step("prepare"):
@@ -216,7 +213,7 @@ def _inspect(job: CheckpointJob) -> dict[str, Any]:
     preflight.check_criu_library(job.real)
     preflight.check_pycriu()
     preflight.refuse_options(job.call, job.container)
-    _refuse_to_remove(job)
+    calling_podman.refuse_to_remove(job.call, job.container)
     preflight.refuse_adopted(job.container)
     preflight.refuse_neighbours(job.call, job.container)
     config = containers.bundle_config(job.container.bundle)
@@ -350,7 +347,7 @@ def _dump(job: CheckpointJob, draft: Draft, held: HeldDump | None) -> None:
                 volumes.take(job.image_path, ())  # removes those of an earlier checkpoint in the same place
             if not job.runs_on and not waits:
                 _sync_written_files(job, stopped=True)
-            _check_podman(job)
+            calling_podman.check_podman(job.podman)
             with job.transaction.step("dump"):
                 failure = _write_and_dump(job, draft, held) if held and waits else _call_runtime(job)
             if failure is None and job.remover is not None:
@@ -387,7 +384,7 @@ def _write_and_dump(job: CheckpointJob, draft: Draft, held: HeldDump) -> Gpusnap
             job.pages.write_durably(held.check)
         assert job.record is not None
         draft.prepare(_with_regions(job, job.record))
-        _check_podman(job)
+        calling_podman.check_podman(job.podman)
         if job.remover is not None:
             left_stopped.check_remover(job.remover)
         stop_if_asked()
@@ -403,72 +400,6 @@ def _write_and_dump(job: CheckpointJob, draft: Draft, held: HeldDump) -> Gpusnap
     if error is not None:
         raise error
     return held.error or failure
-
-
-def _find_podman(job: CheckpointJob) -> int:
-    """Return the PID of the Podman that ordered a checkpoint; 0 if somebody else did, -1 if it has ended.
-
-    It may have been killed before this process could look. Only Podman has its own containers checkpointed
-    into the directory in which it looks for their images (libpod, Container.CheckpointPath). A script between
-    it and this process is not watched.
-    """
-    parent, container = os.getppid(), job.container
-    if _is_podman(parent):
-        return parent
-    if str(job.call.images()) != os.path.join(container.bundle, "checkpoint"):
-        return 0
-    if not conmon.podman_of(proc.command(proc.parent(container.pid)), container.id):
-        return 0
-    return -1 if _is_orphan() and not any(map(_is_podman, proc.list_ancestors(os.getpid()))) else 0
-
-
-def _is_orphan() -> bool:
-    """Return whether the process that started this one has ended: its parent is what adopts orphans.
-
-    That is the first process, or one that asked for them (PR_SET_CHILD_SUBREAPER). Whoever starts a program
-    is in the same session, unless the program begins a session of its own, as Podman's runtime does not.
-    """
-    parent = os.getppid()
-    try:
-        session = os.getsid(parent)
-    except OSError:  # it has just ended
-        return True
-    return os.getsid(0) != os.getpid() and (parent == 1 or session != os.getsid(0))
-
-
-def _is_podman(pid: int) -> bool:
-    """Return whether a process runs the program of Podman, under whatever name."""
-    if proc.comm(pid) == conmon.PODMAN:
-        return True
-    with contextlib.suppress(OSError):
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == conmon.PODMAN
-    return False
-
-
-def _refuse_to_remove(job: CheckpointJob) -> None:
-    """Refuse to end a container with --rm for Podman's API service.
-
-    The service exports it to a temporary file, sends that, and removes it, whether its client got it or not
-    (podman, pkg/api/handlers/libpod, Checkpoint). Podman has removed the container by then.
-    """
-    if job.call.leave_running or job.container.annotations.get(_REMOVED_BY_PODMAN) != "TRUE":
-        return
-    podman = next(filter(_is_podman, proc.list_ancestors(os.getpid())), 0)
-    if podman and ("system", "service") in pairwise(proc.command(podman)):
-        raise Refused(
-            f"container {job.container.id} has --rm, so Podman would remove it when this checkpoint ends it, "
-            "and Podman's API service keeps no copy of the checkpoint: if its client went away meanwhile, "
-            "nothing would be left",
-            hint="run gpusnap checkpoint on this host; or have the service leave the container running, and "
-            "remove it afterwards",
-            code="GPS-220",
-        )
-
-
-def _check_podman(job: CheckpointJob) -> None:
-    """Raise Interrupted if Podman was killed: nobody would export a container that it removes (--rm)."""
-    if job.podman and os.getppid() != job.podman:
-        raise Interrupted("Podman ended before the container was dumped", hint="try again", code="GPS-902")
 
 
 def _call_runtime(job: CheckpointJob, held: HeldDump | None = None) -> GpusnapError | None:

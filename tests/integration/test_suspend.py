@@ -90,7 +90,7 @@ def test_unpause_is_refused(real: str) -> None:
     said = sentence(podman("unpause", "w"))
     assert "container w is suspended" in said
     assert "gpusnap resume w" in said
-    assert "is already suspended" in sentence(gpusnap("suspend", "w"))
+    assert "is already suspended; gpusnap resume w resumes it" in sentence(gpusnap("suspend", "w"))
     assert usage("w")["state"] == "suspended"
     resumed(container)
     good(podman("pause", "w"))

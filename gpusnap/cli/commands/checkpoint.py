@@ -187,7 +187,7 @@ def checkpoint(
 
 
 def _list_wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> tuple[str, ...]:
-    """The containers that are meant. Raises UsageError, NotFound, GpusnapError."""
+    """Return the containers that are meant. Raises UsageError, NotFound, GpusnapError."""
     from gpusnap.engines import podman_objects
 
     if sum((bool(containers), every, latest)) != 1:
@@ -371,7 +371,7 @@ def restore(
 
 
 def _describe_way_back(request: checkpointing.CheckpointRequest, made: checkpointing.CheckpointResult) -> str:
-    """What has become of the container, and the command that restores it."""
+    """Say what has become of the container, and the command that restores it."""
     name, auto_remove = made.container.name, made.container.auto_remove
     if made.file:
         word = shlex.quote(made.file)
@@ -393,7 +393,7 @@ def _describe_way_back(request: checkpointing.CheckpointRequest, made: checkpoin
 
 
 def _short_name(made: checkpointing.CheckpointResult) -> str:
-    """Its name without the tag, where that means this checkpoint."""
+    """Return its name without the tag, if that means this checkpoint."""
     short = base(made.name)
     with suppress(GpusnapError):
         place = locator.find(short)

@@ -77,7 +77,7 @@ def doctor(container: str | None, namespace: str, runtime: str, as_json: bool) -
 
 
 def conclusion(checks: Sequence[Check], container: str | None) -> str:
-    """One sentence: whether it can be done."""
+    """Return one sentence: whether it can be done."""
     what = "GPU containers can be checkpointed and restored on this host"
     if container is not None:
         what = f"{container} can be checkpointed"
@@ -92,7 +92,7 @@ def conclusion(checks: Sequence[Check], container: str | None) -> str:
 
 
 def print_checks(to: Console, checks: Sequence[Check]) -> None:
-    """A line for each, and one below it with what to do."""
+    """Print a line for each, and one below it with what to do."""
     width = max((len(each.name) for each in checks), default=0)
     for each in checks:
         line = Text(f"{_MARKS[each.verdict]:<8}", style=_STYLES[each.verdict])

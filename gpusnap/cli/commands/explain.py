@@ -41,7 +41,7 @@ def explain(code: str | None) -> None:
         return
     found = find(code)
     if found is None:
-        raise NotFound(f"there is no error code {code[:40]}", hint="gpusnap explain lists them")
+        raise NotFound(f"there is no error code {code[:40]!r}", hint="gpusnap explain lists them")
     click.echo("\n".join(_explanation(found)))
 
 

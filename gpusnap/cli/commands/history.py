@@ -19,9 +19,10 @@ from gpusnap.cli.json_output import document, print_json
 from gpusnap.listing.ages import format_age
 from gpusnap.retention.history import Moment
 from gpusnap.retention.history import history as moments
+from gpusnap.runtime_shim.base.errors import UsageError
 from gpusnap.runtime_shim.base.units import human
 
-# What is left out where there is no room, and the spaces between columns.
+# What is left out if there is no room, and the spaces between columns.
 _LAYOUTS = (
     ((), 2),
     (("driver",), 2),
@@ -46,6 +47,10 @@ def history(name: str, as_json: bool) -> None:
     """
     place = in_store(name) if name.startswith("oci:") else None
     store, word = (place.store, place.wanted) if place is not None else (default_store(), name)
+    if not word:
+        raise UsageError(
+            "no container is named", hint="write NAME, or oci:DIR:NAME; gpusnap ls lists the containers"
+        )
     with convert_errors(), Progress() as progress:
         progress.stage("reading the store")
         found = moments(open_store(store), word)
@@ -97,7 +102,7 @@ def _name(each: Moment) -> str:
 
 
 def _age(of: Moment, now: datetime) -> int | None:
-    """Seconds; None where it does not say when it was made."""
+    """Return seconds; None if it does not say when it was made."""
     with suppress(ValueError, TypeError):
         return round((now - datetime.fromisoformat(of.created)).total_seconds())
     return None

@@ -148,7 +148,7 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
 
 
 def _refusal_of_used(root: str) -> GpusnapError | None:
-    """Why containers keep it from being uninstalled; None where none do, or in a tree."""
+    """Return why containers keep it from being uninstalled; None if none do, or in a tree."""
     try:
         if root == "/" and os.geteuid() == 0:  # whose containers Podman would list to others
             _refuse_used()
@@ -158,7 +158,7 @@ def _refusal_of_used(root: str) -> GpusnapError | None:
 
 
 def _list_missing(root: str) -> list[str]:
-    """What a restore needs and gpusnap's own packages do not bring."""
+    """Return what a restore lacks that gpusnap's own packages do not bring."""
     if pycriu_package.is_there(root):
         return []
     return [pycriu_package.make_missing_error("this host cannot restore checkpoints without it").sentence()]
@@ -174,13 +174,14 @@ def _need_root(command: str, root: str, dry_run: bool) -> None:
 
 
 def _engines(chosen: Sequence[str], root: str) -> dict[str, str]:
-    """The engines to work for, with the paths of their programs, "" of one that is not there (yet)."""
+    """Return the engines to work for, with the paths of their programs; "" if one is not installed (yet)."""
     found = install_engines.find(root)
     if chosen:
         return {name: found.get(name, "") for name in chosen}
     if not found:
+        where = f"in {root}" if root != "/" else "on this host"
         raise GpusnapError(
-            "Podman, containerd and CRI-O are not installed on this host",
+            f"Podman, containerd and CRI-O are not installed {where}",
             hint="install one of them, or name the one that will be installed: --podman, --containerd, "
             "--crio",
         )
@@ -188,7 +189,7 @@ def _engines(chosen: Sequence[str], root: str) -> dict[str, str]:
 
 
 def _make_plan(engines: dict[str, str], root: str, *, default: bool, hooks: bool, force: bool) -> _Plan:
-    """The items in the order in which they are to be put: an engine learns of it when all else is there."""
+    """Return what is to be written, in this order: an engine is told of it when all else is there."""
     runs = install_runtime.program(root)
     items = [*runs.items, install_runtime.settings_item()]
     notes = [*runs.notes, *_check_trusted(install_runtime.find_program(root), root, force)]
@@ -213,7 +214,7 @@ def _make_plan(engines: dict[str, str], root: str, *, default: bool, hooks: bool
 
 
 def _check_trusted(program: str, root: str, force: bool) -> list[str]:
-    """What is to be said of a program that not only root can change. In a tree nobody knows yet who will."""
+    """Return a note on a program that not only root can change; in a tree, that is not known yet."""
     fault = install_trust.fault(program) if root == "/" else ""
     if fault and not force:
         raise GpusnapError(
@@ -225,7 +226,7 @@ def _check_trusted(program: str, root: str, force: bool) -> list[str]:
 
 
 def _parts(plan: _Plan, root: str) -> tuple[set[str], list[str]]:
-    """The parts that are installed, and notes.
+    """Return the parts that are installed, and notes.
 
     An earlier program, as of a wheel before the package, is let go once nobody needs it.
     """
@@ -247,14 +248,14 @@ def _parts(plan: _Plan, root: str) -> tuple[set[str], list[str]]:
 
 
 def _list_mentions(root: str, force: bool) -> list[install_mentions.Line]:
-    """Lines that name the program in files that an uninstall leaves."""
+    """Return lines that name the program in files that an uninstall leaves."""
     changes = installer.uninstall(root=root, force=force, dry_run=True)
     gone = [each.path for each in changes if each.what != "left"]
     return install_mentions.lines(root, _programs(root), gone) if changes else []
 
 
 def _programs(root: str) -> list[str]:
-    """What engines have been told of, as far as that is known."""
+    """Return the programs that engines have been told of, as far as they are known."""
     found = [each.path for each in record.load(root).entries if each.part == "runtime"]
     with suppress(GpusnapError):
         found.append(install_runtime.find_program(root))
@@ -282,7 +283,7 @@ def _list_schedules(root: str) -> list[str]:
 
 
 def _restarts(changes: Sequence[Change], root: str) -> list[str]:
-    """What has to be restarted for its configuration to count; Podman reads it for each command."""
+    """Return what has to be restarted to read its configuration; Podman reads it for each command."""
     changed = [each.path for each in changes if each.what in _CHANGED] if root == "/" else []
     units = [unit for unit, folder in _UNITS.items() if any(path.startswith(folder) for path in changed)]
     return [f"to apply it: systemctl restart {unit}" for unit in units]

@@ -47,7 +47,7 @@ _COLUMNS: Mapping[str, Callable[[Line], str]] = {
     "own": lambda line: human(line.row.own) if line.row.kind != "damaged" else "",
     "digest": lambda line: line.row.digest.partition(":")[2][:DIGITS],
 }
-# What is left out where there is no room, and the spaces between columns.
+# What is left out if there is no room, and the spaces between columns.
 _LAYOUTS = (
     ((), 2),
     (("container",), 2),
@@ -153,7 +153,7 @@ def ls(
 
 
 def _place(word: str | None) -> InStore | InRegistry | str:
-    """What is to be listed: a store, a repository, or a name. Raises UsageError, NotFound, SettingsError."""
+    """Return the store, repository or name to be listed. Raises UsageError, NotFound, SettingsError."""
     if word is None:
         return InStore(_default_store(), "")
     place = locator.find(word) if word.startswith("oci:") else locator.registry_or_none(word)
@@ -173,7 +173,7 @@ def _place(word: str | None) -> InStore | InRegistry | str:
 
 
 def _default_store() -> Store:
-    """This host's: what is wrong with other settings is only told. Raises SettingsError."""
+    """Return this host's store; errors in other settings are only reported. Raises SettingsError."""
     try:
         return locator.default_store()
     except SettingsError:
@@ -239,7 +239,7 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
 
 
 def print_rows(console: Console, found: Sequence[Line], *, without: Iterable[str] = ()) -> None:
-    """The table. without: columns that say nothing here."""
+    """Print the table. without: columns that say nothing here."""
     titles = [title for title in _COLUMNS if title not in without]
     cells = [{title: _COLUMNS[title](line) for title in titles} for line in found]
     name_rows.print_rows(console, titles, cells, layouts=_LAYOUTS)

@@ -17,8 +17,9 @@ from gpusnap.cli import tables as show
 from gpusnap.cli.commands.stores.upkeep import collect_store, collected_document, find_store
 from gpusnap.cli.completion import complete_store
 from gpusnap.cli.json_output import print_json
-from gpusnap.cli.keep_options import keep_options
-from gpusnap.cli.keep_options import rules as rules_of
+from gpusnap.cli.options.container_names import check_not_empty
+from gpusnap.cli.options.keep_options import keep_options
+from gpusnap.cli.options.keep_options import rules as rules_of
 from gpusnap.oci.base.dataclass import asdict
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.retention.prune import Verdict
@@ -27,12 +28,14 @@ from gpusnap.runtime_shim.base.errors import UsageError
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.base.units import human
 
-# What is left out where there is no room, and the spaces between columns.
+# What is left out if there is no room, and the spaces between columns.
 _LAYOUTS = (((), 2), (("created",), 2), (("created", "container"), 2))
 
 
 @click.command()
-@click.argument("what", nargs=-1, metavar="[STORE] [NAME]...", shell_complete=complete_store)
+@click.argument(
+    "what", nargs=-1, metavar="[STORE] [NAME]...", callback=check_not_empty, shell_complete=complete_store
+)
 @keep_options
 @click.option("--dry-run", is_flag=True, help="Print what would be removed without removing it.")
 @click.option("--gc", "at_once", is_flag=True, help="Free the disk space immediately, as `gpusnap gc` does.")

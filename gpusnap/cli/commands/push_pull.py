@@ -74,7 +74,7 @@ def push(
     with Progress() as progress:
         done = push_pull.push(
             found,
-            locator.parse_registry(ref),
+            _parse_reference(ref),
             plain_http=plain_http,
             format=form,
             packing=packing or "gzip",
@@ -127,25 +127,26 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
     """
     from gpusnap.operations import push_pull
 
-    place: locator.Place | locator.InContainerd | None = None
+    place: locator.InStore | locator.InContainerd | None = None
     if to is not None:
-        place = locator.in_containerd(to) or locator.destination(to)
-    if place is not None and not isinstance(place, locator.InStore | locator.InContainerd):
-        raise UsageError(
-            f"--to {to} is not a store",
-            hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
-            code="GPS-102",
-        )
+        found = locator.in_containerd(to) or (locator.destination(to) if to.startswith("oci:") else None)
+        if not isinstance(found, locator.InStore | locator.InContainerd):
+            raise UsageError(
+                f"--to {to} is not a store",
+                hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
+                code="GPS-102",
+            )
+        place = found
     with Progress() as progress:
         done = push_pull.pull(
-            locator.parse_registry(ref), file=file, to=place, plain_http=plain_http, progress=progress
+            _parse_reference(ref), file=file, to=place, plain_http=plain_http, progress=progress
         )
     if as_json:
         described = {"reference": done.reference, "digest": done.digest}
         described |= {"store": done.store, "name": done.name, "file": done.file}
         print_json(described | _describe_image(done.image or done.packed) | document(done.moved))
         return
-    shown = done.image.name if done.image is not None else done.name or done.file
+    shown = done.image.name if done.image is not None else done.file or _in_store(done)
     click.echo(f"{shown}  {done.digest}  {figures(done.moved)}")
     print_image_notes(done.image, "")
     print_image_notes(done.packed, done.file)
@@ -201,8 +202,16 @@ def copy(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     print_image_notes(done.image, done.file)
 
 
-def _in_store(done: copying.CopyResult) -> str:
-    """As a command line names it."""
+def _parse_reference(word: str) -> locator.InRegistry:
+    try:
+        return locator.parse_registry(word)
+    except UsageError as error:
+        error.add_hint("for a store or a file, use gpusnap copy")
+        raise
+
+
+def _in_store(done: copying.CopyResult | push_pull.PullResult) -> str:
+    """Return how a command line names a checkpoint in a store."""
     if done.store == locator.default_store().path:
         return done.name or done.digest
     return f"oci:{done.store}:{done.name or done.digest}"

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias
 
 import click
 
 from gpusnap.base.privileges import require_root
 from gpusnap.base.user_errors import convert_errors
-from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.list import listing
-from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.cli import recover_list, store_tables
 from gpusnap.cli.json_output import print_json
+from gpusnap.cli.leftovers import Action, Leftovers
 from gpusnap.cli.options.container_names import check_not_empty
 from gpusnap.cli.recover_list import Names
 from gpusnap.container_hooks import due as due_commands
-from gpusnap.container_hooks.due import DueCommand
 from gpusnap.engines import podman
-from gpusnap.migration import records
-from gpusnap.migration.records import Record
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.gc import Spared
@@ -38,11 +33,9 @@ from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.restoring.in_podman import NeedyContainer, StoppedContainer
 from gpusnap.operations.suspending import left_paused, targets
 from gpusnap.operations.suspending import recover as suspending
-from gpusnap.operations.suspending.left_paused import PausedContainer
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
-from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.left_stopped import bring_back
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, handover
@@ -63,39 +56,6 @@ _CREATED = "created"
 _NOTHING = "nothing to recover"
 # After a line about memory that no container is known to need.
 _NO_CONTAINER = "no container needs recovery"
-# A container, and what recovers it and says so.
-_Action: TypeAlias = tuple[str, Callable[[], str]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Migrations:
-    """Those that have not ended: from this host, and to it."""
-
-    leaving: tuple[OutgoingMigration, ...]
-    coming: tuple[Record, ...]
-
-    def select(self, wanted: str) -> _Migrations:
-        """Those of a container by its ID or name."""
-        return _Migrations(
-            tuple(each for each in self.leaving if wanted in (each.container, each.name)),
-            tuple(each for each in self.coming if wanted in (each.container, each.name)),
-        )
-
-    def ids(self) -> list[str]:
-        """Those that they are named by: the other host's container has no ID here before it is restored."""
-        return [each.container for each in self.leaving] + [
-            each.container or each.name for each in self.coming
-        ]
-
-    def list_actions(self) -> Sequence[_Action]:
-        """What recovers those whose gpusnap was killed, with the container of each."""
-        from gpusnap.migration import unfinished
-
-        leaving = [each for each in self.leaving if not each.at_work]
-        coming = [each for each in self.coming if not each.at_work]
-        return [(each.container, partial(unfinished.recover_leaving, each)) for each in leaving] + [
-            (each.container or each.name, partial(unfinished.recover_coming, each)) for each in coming
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,65 +170,31 @@ def recover(container: str | None, only_list: bool, as_json: bool, left_stopped:
     sweep_suspended()
     unreadable: dict[str, GpusnapError] = {}
     suspended = tuple(suspensions.find(unreadable))
-    apart = {each.key for each in suspended} | unreadable.keys()
-    found = tuple(entry for entry in journal.entries(unreadable) if entry.key not in apart)
-    cut_off, up = restore_record.entries(unreadable), restored_containers.list_living()
-    moving = tuple(each for each in suspended if suspending.needs_recovery(each))
-    lost: dict[str, GpusnapError] = {}
-    leaving = migrations.list_outgoing(lost)
-    # A container that is being migrated may run on another host, and nobody knows which one that is if a
-    # record cannot be read.
-    unnoticed = in_podman.list_unnoticed() if not lost else ()
-    moves = _Migrations(leaving, records.list_records(lost))
-    moved = set(moves.ids())
-    unnoticed = tuple(each for each in unnoticed if each.id not in moved)
-    # For the list, or a choice; otherwise they are listed when all is recovered.
-    paused = left_paused.list_paused() if only_list or container is not None else ()
-    due = due_commands.list_due(unreadable)
+    asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
+    # Paused ones for the list, or a choice; otherwise they are listed when all is recovered.
+    found = Leftovers.find(suspended, unreadable, paused=only_list or container is not None)
     if container is None and not only_list:
-        _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
+        _pause_again(asleep)
     if container is not None:
         stores = _list_stores()
-        ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
-        ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
-        ids += [each.id for each in unnoticed] + moves.ids() + _list_handed_over(stores)
-        ids += [each.container for each in paused] + [each.container for each in due]
-        container = wanted = unknown_containers.choose_id(container, ids)
-        moves = moves.select(wanted)
-        found = tuple(entry for entry in found if entry.container == wanted)
-        cut_off = tuple(entry for entry in cut_off if entry.container == wanted)
-        up = tuple(entry for entry in up if entry.container == wanted)
-        moving = tuple(each for each in moving if each.container == wanted)
-        unreadable = {key: error for key, error in unreadable.items() if container_key.id_of(key) == wanted}
-        unnoticed = tuple(each for each in unnoticed if each.id == wanted)
-        paused = tuple(each for each in paused if each.container == wanted)
-        due = tuple(each for each in due if each.container == wanted)
-        for error in lost.values():  # it may be of this container
+        ids = [*found.ids(), *(each.container for each in suspended), *_list_handed_over(stores)]
+        container = unknown_containers.choose_id(container, ids)
+        for error in found.lost.values():  # it may be of this container
             click.echo(error.sentence(), err=True)
-        lost = {}
-        if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed or paused or due):
+        found = found.select(container)
+        if found.is_empty():
             failures: list[GpusnapError] = []
             stored = not only_list and _store_memory(stores, Names(), failures, container)
-            _say_nothing(container, stores, known=wanted in ids, as_json=as_json, is_done=stored)
+            _say_nothing(container, stores, known=container in ids, as_json=as_json, is_done=stored)
             if failures:
                 raise failures[0]
             return
-    # One that cannot be read keeps no other container from its recovery.
-    failed = [(container_key.id_of(key), partial(_fail, error)) for key, error in unreadable.items()]
-    failed += [(migration, partial(_fail, error)) for migration, error in lost.items()]
     if only_list:
-        asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
-        asked = asleep if container is None else None
-        _list(found, cut_off, up, moving, moves, asked, unnoticed, paused, due, failed, as_json=as_json)
-    elif container is not None and not (
-        found or cut_off or moving or moves.ids() or unnoticed or paused or due or failed
-    ):
-        _end_unknown(container, up)
+        _list(found, asleep if container is None else None, as_json=as_json)
+    elif container is not None and replace(found, restored=()).is_empty():
+        _end_unknown(container, found.restored)
     else:
-        places = _list_stores() if unnoticed else []
-        last = [*((each.id, partial(in_podman.note_end, each, places)) for each in unnoticed), *failed]
-        last += [(each.container, partial(due_commands.run, each)) for each in due]
-        _recover_and_say(container, found, cut_off, moving, moves, last)
+        _recover_and_say(container, found)
 
 
 def _list_stores() -> list[str]:
@@ -283,10 +209,6 @@ def _list_handed_over(stores: Sequence[str]) -> list[str]:
         with suppress(OciError):
             found += [each.container for each in handover.list_left(Store(path))]
     return found
-
-
-def _fail(error: GpusnapError) -> str:
-    raise error
 
 
 def _pause_again(suspended: Sequence[Suspension]) -> None:
@@ -337,31 +259,24 @@ def _say_nothing(
         click.echo(_NOTHING, err=True)
 
 
-def _list(
-    found: Sequence[journal.Entry],
-    cut_off: Sequence[restore_record.Restore],
-    up: Sequence[restore_record.Restore],
-    moving: Sequence[Suspension],
-    moves: _Migrations,
-    asleep: Sequence[Suspension] | None,
-    unnoticed: Sequence[podman.Container],
-    paused: Sequence[PausedContainer],
-    due: Sequence[DueCommand],
-    failed: Sequence[_Action],
-    *,
-    as_json: bool,
-) -> None:
-    """`asleep`: those that are suspended; None where one container alone is asked for.
-
-    `failed`: those whose records cannot be read.
-    """
-    unknown, open_ones = unknown_containers.list_unknown(up)
+def _list(found: Leftovers, asleep: Sequence[Suspension] | None, *, as_json: bool) -> None:
+    """`asleep`: those that are suspended; None if one container alone is asked for."""
+    unknown, open_ones = unknown_containers.list_unknown(found.restored)
     path = settings_file.load().store.path
     awake = [each for each in asleep or () if suspending.is_awake(each)]
     waits = recover_list.list_waiting(
-        found, cut_off, unknown, moving, moves.leaving, moves.coming, awake, unnoticed, paused, due
+        found.checkpoints,
+        found.restores,
+        unknown,
+        found.suspensions,
+        found.migrations.leaving,
+        found.migrations.coming,
+        awake,
+        found.unnoticed,
+        found.paused,
+        found.due,
     )
-    names = Names({each.container: each.name for each in moving})
+    names = Names({each.container: each.name for each in found.suspensions})
     stopped, left, memory = _StoppedContainers((), {}), tuple[LeftExport, ...](), False
     stores = [path]
     missing = left_exports.list_missing() if asleep is not None else ()
@@ -382,7 +297,7 @@ def _list(
             left = _tell_exports(path, begun, missing)
             stopped.tell()
             memory = any([_tell_others(stores), _tell_memory(Store(path), stopped.found)])
-    failures = _do_all(names, failed)
+    failures = _do_all(names, found.list_unreadable())
     if failures:
         raise failures[0]
     if not (waits or open_ones or left or stopped.stores or as_json):
@@ -449,25 +364,21 @@ def _tell_others(stores: Sequence[str]) -> bool:
     return bool(found)
 
 
-def _recover_and_say(
-    container: str | None,
-    found: Sequence[journal.Entry],
-    cut_off: Sequence[restore_record.Restore],
-    moving: Sequence[Suspension],
-    moves: _Migrations,
-    last: Sequence[_Action],
-) -> None:
+def _recover_and_say(container: str | None, found: Leftovers) -> None:
     """Recover all that was cut off, then say what runs without its Podman's knowledge.
 
-    `last`: what else is to be done then. Raises the first failure when all is done.
+    Raises the first failure when all is done.
     """
-    names = Names({each.container: each.name for each in moving})
-    actions: list[_Action] = [
-        *((each.container, partial(_recover_restore, each)) for each in cut_off),
-        *((each.container, partial(_recover_checkpoint, each)) for each in found),
-        *((each.container, partial(suspending.recover, each)) for each in moving),
-        *moves.list_actions(),
-        *last,
+    names = Names({each.container: each.name for each in found.suspensions})
+    places = _list_stores() if found.unnoticed else []
+    actions: list[Action] = [
+        *((each.container, partial(_recover_restore, each)) for each in found.restores),
+        *((each.container, partial(_recover_checkpoint, each)) for each in found.checkpoints),
+        *((each.container, partial(suspending.recover, each)) for each in found.suspensions),
+        *found.migrations.list_actions(),
+        *((each.id, partial(in_podman.note_end, each, places)) for each in found.unnoticed),
+        *found.list_unreadable(),
+        *((each.container, partial(due_commands.run, each)) for each in found.due),
     ]
     failures = _do_all(names, actions)
     restored_containers.sweep()
@@ -549,7 +460,7 @@ def _recover_checkpoint(entry: journal.Entry) -> str:
     return recovery.recover(entry, needed_driver(), settings_file.load().memory)
 
 
-def _do_all(names: Names, actions: Sequence[_Action]) -> list[GpusnapError]:
+def _do_all(names: Names, actions: Sequence[Action]) -> list[GpusnapError]:
     """Do all that can be done; return the failures. If there are several actions, they are also printed."""
     failures: list[GpusnapError] = []
     for container, action in actions:

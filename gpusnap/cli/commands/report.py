@@ -10,7 +10,7 @@ import click
 from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.checkpoints.list import listing
-from gpusnap.checkpoints.locator import InStore, check_free, default_store, in_store, open_store
+from gpusnap.checkpoints.locator import InStore, check_new_file, default_store, in_store, open_store
 from gpusnap.cli.completion import complete_stored
 from gpusnap.engines import podman
 from gpusnap.oci.base.files import create_unnamed_file, open_nested_folder, write_all
@@ -57,7 +57,7 @@ def report(what: str | None, last: bool, file: str | None) -> None:
         _warn(without, unknown)
         return
     path = file or f"gpusnap-report-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
-    check_free(path)
+    check_new_file(path, hint="name a file in it with -o")
     try:
         _write(path, text)
     except OSError as error:
@@ -89,7 +89,7 @@ def _warn(without: str, unknown: str) -> None:
 
 
 def _explain_unknown(container: str) -> str:
-    """Why Podman does not tell of a container; empty where it does."""
+    """Return why Podman does not describe a container; empty if it does."""
     try:
         podman.inspect_container(container)
     except GpusnapError as error:
@@ -98,7 +98,7 @@ def _explain_unknown(container: str) -> str:
 
 
 def _place(what: str | None, *, last: bool) -> tuple[InStore | None, str]:
-    """The checkpoint; or None, and why there is none where one was wanted: that may be what is reported."""
+    """Return the checkpoint; or None and, if one was wanted, why it is not there: the report has that."""
     try:
         place = _find_last() if last else in_store(what) if what is not None else None
         if place is not None:

@@ -15,8 +15,8 @@ from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_container
 from gpusnap.cli.json_output import print_json
-from gpusnap.cli.keep_options import duration, keep_options, rules, words
 from gpusnap.cli.options.container_names import check_not_empty
+from gpusnap.cli.options.keep_options import duration, keep_options, rules, words
 from gpusnap.doctor.base.sources import program
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import asdict
@@ -71,11 +71,16 @@ def schedule(
     it did not begin; stopped if the timer is, so that no run follows); with --remove: container, removed
     (paths).
     """
+    if show_list and (container is not None or remove):
+        raise UsageError("--list lists all schedules", hint="give it alone, or with --json")
     if show_list:
         _list(as_json=as_json)
         return
     if container is None:
-        raise UsageError("no container is given", hint="gpusnap schedule CONTAINER --every 30m --keep-last 5")
+        raise UsageError(
+            "no container is given",
+            hint=f"gpusnap schedule CONTAINER {'--remove' if remove else '--every 30m --keep-last 5'}",
+        )
     if remove:
         _remove(container, as_json=as_json)
         return
@@ -138,16 +143,20 @@ def _prune_words(container: str, to: str | None, keep: dict[str, Any]) -> tuple[
 
 
 def _find_name(container: str) -> tuple[str, str]:
-    """The name of a container that may be given by its ID, and what there is to say.
+    """Return the name of a container that may be given by its ID, and a note about it.
 
     There may be none now: Quadlet makes one at each start.
     """
+    name = container
     try:
-        return podman.inspect_container(container).name, ""
+        found = podman.inspect_container(container)
+        name = found.name
+        podman.check(found, asleep=True)
     except NotFound:
-        return container, f"there is currently no container {container}"
+        return name, f"there is currently no container {container}"
     except GpusnapError as error:
-        return container, str(error)
+        return name, error.sentence()
+    return name, ""
 
 
 def _remove(container: str, *, as_json: bool) -> None:

@@ -116,7 +116,7 @@ def _login(creds: str, registries: Iterable[str]) -> Iterator[str]:
 
 
 def _registries(named: Mapping[str, Any]) -> Iterator[str]:
-    """The registries that arguments of a command name."""
+    """Yield the registries that arguments of a command name."""
     from gpusnap.checkpoints.locator import registry_or_none
 
     for value in named.values():

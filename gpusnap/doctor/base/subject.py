@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from gpusnap.base.user_errors import NotFound
-from gpusnap.engines import podman, podman_objects
+from gpusnap.engines import ctr, podman, podman_objects
 from gpusnap.engines.podman_options import Option
 from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim import settings as settings_file
@@ -93,10 +92,7 @@ def _podmans(wanted: str) -> Subject:
 def _containerds(wanted: str, state: str, namespace: str) -> Subject:
     bundles = in_containerd(wanted, state, namespace)
     if not bundles:
-        where = f"in containerd's namespace {namespace}" if namespace else "in containerd"
-        raise NotFound(
-            f"there is no task {wanted} {where}", hint=f"see ctr --namespace {namespace or 'NS'} task ls"
-        )
+        raise ctr.make_no_task_error(wanted, namespace)
     if len(bundles) > 1:
         tasks = ", ".join("/".join(path.split("/")[-2:]) for path in bundles)
         raise GpusnapError(

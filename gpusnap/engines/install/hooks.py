@@ -8,7 +8,7 @@ import click
 
 from gpusnap.hooks import hooksd
 from gpusnap.hooks.main import STAGES
-from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime import identify as real
 from gpusnap.runtime_shim.runtime.criu.version import criu_version
@@ -48,6 +48,8 @@ def install_hooks(
     DIR is then named by `podman --hooks-dir DIR …` or by hooks_dir in containers.conf; give it for gpusnap
     alone, such as /etc/gpusnap/hooks.d.
     """
+    if not directory:
+        raise UsageError("DIR is empty", hint="name a directory, such as /etc/gpusnap/hooks.d")
     directory = os.path.abspath(directory)
     if remove:
         _remove(directory, dry_run)
@@ -77,6 +79,8 @@ def _remove(directory: str, dry_run: bool) -> None:
         click.echo(f"would be {what}: {path}" if dry_run else f"{what} {path}")
     for path in left:
         click.echo(f"{path} was modified, and is kept", err=True)
+    if not done and not left:
+        click.echo(f"no file of gpusnap's is in {directory}")
 
 
 def _check_criu_config(path: str) -> None:

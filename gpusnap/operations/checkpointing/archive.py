@@ -10,35 +10,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpusnap.checkpoints.locator import check_free
-from gpusnap.engines import podman
 from gpusnap.oci.base.files import name_new, sync_folder
-from gpusnap.runtime_shim.base.errors import (
-    GpusnapError,
-    ImageError,
-    reason,
-)
+from gpusnap.runtime_shim.base.errors import ImageError, reason
 
 _COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd"}
-
-
-def check_place(path: str, found: podman.Container) -> None:
-    """Raise GpusnapError if no archive can be written there."""
-    folder = os.path.dirname(path)
-    if os.path.isdir(path):
-        raise GpusnapError(
-            f"{path} cannot be written: it is a directory",
-            hint=f"name a file in it, such as {os.path.join(path, found.name)}.tar.zst, or a store in it as "
-            f"oci:{path}/store",
-            code="GPS-103",
-        )
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise GpusnapError(f"{path} cannot be written: it exists, and is not a file", code="GPS-103")
-    check_free(path)
-    if not os.path.isdir(folder):
-        raise GpusnapError(f"{path} cannot be written: {folder} is not a directory", code="GPS-103")
-    if not os.access(folder, os.W_OK | os.X_OK):  # for root: a read-only file system
-        raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
 
 
 def compression(path: str) -> str:

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from gpusnap.base.progress import Progress, Tick, board, watch_growth
-from gpusnap.base.user_errors import convert_errors, make_told_error
+from gpusnap.base.user_errors import NotFound, convert_errors, make_told_error
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.entries import read_member
@@ -151,7 +151,7 @@ def checkpoint(
             code="GPS-102",
         )
     settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman does not always show the reason
-    found = asked.container() if asked is not None else podman.inspect_container(request.container)
+    found = find_container(request.container, asked)
     asleep = _is_suspended(found)
     if asleep:
         request = replace(request, leave_running=True, asleep=True)
@@ -165,7 +165,7 @@ def checkpoint(
     )
     if isinstance(request.to, locator.InFile):
         path = os.path.abspath(request.to.path)
-        archives.check_place(path, found)
+        locator.check_new_file(path)
         with commands:
             return _to_file(request, found, path, progress, began)
     if isinstance(request.to, locator.InRegistry):
@@ -188,18 +188,25 @@ def checkpoint(
             hint=f"gpusnap push {made.name} {request.to.reference}{plain_http} continues it",
             code=said.code or "GPS-710",
         ) from error
-    return CheckpointResult(
-        found,
-        time.monotonic() - began,
-        made.gpu_memory,
-        made.size,
-        made.new,
-        made.name,
-        made.digest,
-        made.store,
-        pushed=pushed,
-        pause=made.pause,
-    )
+    return replace(made, seconds=time.monotonic() - began, pushed=pushed)
+
+
+def find_container(name: str, asked: podman.Inspection | None = None) -> podman.Container:
+    """Return Podman's container; `asked`: Podman's answer about it, if it was already requested.
+
+    Raises NotFound, which says so if the name is that of a task of containerd's; GpusnapError.
+    """
+    try:
+        return asked.container() if asked is not None else podman.inspect_container(name)
+    except NotFound as error:
+        from gpusnap.operations.suspending.targets import is_task  # modules that nothing else here needs
+
+        if not is_task(name):
+            raise
+        raise NotFound(
+            f"Podman has no container {name}, but containerd has a task of that name",
+            hint="ctr container checkpoint --task makes a checkpoint of it: see docs/containerd.md",
+        ) from error
 
 
 def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
@@ -350,9 +357,8 @@ def _to_file(
     token = secrets.token_hex(4)
     beside = os.path.join(folder, f".{name[:200]}.{token}")
     aside = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{archives.ending(path)}")
-    with archives.explain_write_errors(
-        path
-    ):  # now: after Podman has ended the container it would be too late for this error
+    # Now: after Podman has ended the container it would be too late for this error.
+    with archives.explain_write_errors(path):
         os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def keep() -> str:

@@ -12,6 +12,7 @@ from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.snapshot.records import suspensions
 
 # Name of a container (libpod, define.NameRegex).
 _NAME = compile_later(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
@@ -21,6 +22,9 @@ _PORT = compile_later(r"listen (tcp|udp|sctp)\S* (\S*):(\d+): bind: address alre
 # CRIU's message (criu/sk-inet.c, inet_bind).
 _BIND = compile_later(r"Can't bind inet socket .*Address already in use")
 _ADDRESS = compile_later(r"requested ip address (\S+) is already allocated(?: to container ID ([0-9a-f]+))?")
+
+# What continues a container whose processes are there, by its status.
+_CONTINUES = {"running": "", "paused": "podman unpause {}"}
 
 
 def is_name(text: str) -> bool:
@@ -93,11 +97,15 @@ def _container(wanted: str) -> GpusnapError:
             "with --name",
             code="GPS-508",
         )
-    if there is not None and there.status == "running":
+    if there is not None and there.status in _CONTINUES:
+        suspended = suspensions.find_by_container(there.id) is not None
+        state = "suspended" if suspended else there.status
+        command = f"gpusnap resume {wanted}" if suspended else _CONTINUES[there.status].format(wanted)
         return GpusnapError(
-            f"Podman already has a container {wanted}, and it is running",
-            hint="give a second copy another name with --name; to return to the checkpoint, and lose "
-            f"what the container has done since, remove it first: podman rm --force {wanted}",
+            f"Podman already has a container {wanted}, and it is {state}",
+            hint=f"{f'{command} continues it; ' if command else ''}give a second copy another name with "
+            "--name; to return to the checkpoint, and lose what the container has done since, remove it "
+            f"first: podman rm --force {wanted}",
             code="GPS-508",
         )
     return GpusnapError(

@@ -79,7 +79,7 @@ class RestoredContainer:
 
     id: str
     name: str
-    """As the checkpoint, or whoever wished it, has it; "" where that is not known."""
+    """As the checkpoint, or whoever wished it, has it; "" if that is not known."""
     annotated: bool
     """It may have a command to be run now."""
 

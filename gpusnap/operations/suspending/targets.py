@@ -49,6 +49,9 @@ def find_running(name: str, asked: podman.Inspection) -> Running:
     except GpusnapError as error:
         there = _task(name)
         if there is None:
+            namespace, _, task = name.partition("/")
+            if namespace and task:  # no name in Podman has a slash
+                raise ctr.make_no_task_error(task, namespace) from error
             raise error
         namespace, container_id = there
         root = os.path.join(CONTAINERD_ROOT, namespace)
@@ -56,7 +59,11 @@ def find_running(name: str, asked: podman.Inspection) -> Running:
     if found.status == "paused":
         asleep = suspensions.find_by_container(found.id)
         if asleep is not None and asleep.stage is suspensions.Stage.SUSPENDED:
-            raise ContainerError(f"the container {found.name} is already suspended", code="GPS-206")
+            raise ContainerError(
+                f"the container {found.name} is already suspended",
+                hint=f"gpusnap resume {found.name} resumes it",
+                code="GPS-206",
+            )
         raise ContainerError(
             f"the container {found.name} is paused",
             hint=f"podman unpause {found.name}, then suspend it",

@@ -131,7 +131,7 @@ class _Syncing:
             self.sync_names(file.pid, file.path)
 
     def sync_names(self, pid: int, target: str) -> None:
-        """Sync the directories above a path of a process, which may be new; where there are none, nothing."""
+        """Sync the directories above a path of a process, which may be new; if there are none, nothing."""
         path = target
         while (path := os.path.dirname(path)).strip("/") and (pid, path) not in self._names:
             self._names.add((pid, path))

@@ -35,7 +35,9 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Initi
     Raises Refused if it cannot be suspended; GpusnapError.
     """
     if suspensions.read(container.key) is not None:
-        raise Refused(f"container {name} is already suspended", code="GPS-206")
+        raise Refused(
+            f"container {name} is already suspended", hint=f"gpusnap resume {name} resumes it", code="GPS-206"
+        )
     if journal.read(container.key) is not None:
         raise Refused(
             f"gpusnap was killed while it was working on container {container.id}",

@@ -61,6 +61,9 @@ def test_explained() -> None:
     assert said.sentence() == "/store cannot be read: access is refused; run gpusnap as root [GPS-005]"
     other = GpusnapError("another thing", hint="running")
     assert privileges.explain_error(other) is other
+    known = GpusnapError("the hooks cannot be written", hint="run it as root", code="GPS-005")
+    known.__cause__ = PermissionError(13, "Permission denied")
+    assert privileges.explain_error(known) is known  # it is not said twice
 
 
 def test_root(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ def test_a_name_that_looks_like_a_reference() -> None:
     """In the store for who asks for nothing else."""
     assert shown(locator.find("registry.example/w:v1", remote=False))[0] == "store"
     assert shown(locator.in_store("registry.example/w:v1")) == ("store", "default", "registry.example/w:v1")
+    with pytest.raises(UsageError, match="is in a registry, and this command only takes"):
+        locator.in_store("http://registry.example/w:v1")
 
 
 @pytest.mark.parametrize(

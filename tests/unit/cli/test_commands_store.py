@@ -622,7 +622,7 @@ def test_verify_of_what(gpusnap: Run, kept: Kept, line: tuple[str, ...]) -> None
     """Something, or all, but not both."""
     code, _, err = gpusnap("verify", *line)
     assert code == exit_codes.USAGE
-    assert "give at least one WHAT, or --all" in err
+    assert ("--all checks a whole store" if line else "give at least one WHAT, or --all") in err
 
 
 def test_verify_of_an_empty_store(gpusnap: Run, tmp_path: Path) -> None:
@@ -1073,6 +1073,17 @@ def test_tag(gpusnap: Run, kept: Kept) -> None:
     code, _, err = gpusnap("tag", "w:1", "sha256:ab")
     assert code == exit_codes.USAGE
     assert "is not a valid name" in err
+    code, _, err = gpusnap("tag", "w:1", "oci:/other:w")
+    assert code == exit_codes.USAGE
+    assert "gpusnap copy w:1 oci:/other:w copies it" in err
+
+
+def test_names_that_are_empty(gpusnap: Run, kept: Kept) -> None:
+    """Such as those of variables that are not set."""
+    for line in (("history", ""), ("history", f"oci:{kept.store.path}"), ("prune", "", "--keep-last", "1")):
+        code, out, err = gpusnap(*line)
+        assert (code, out) == (exit_codes.USAGE, "")
+        assert ("no container is named" if line[0] == "history" else "a container is empty") in err
 
 
 # Elsewhere

@@ -120,7 +120,7 @@ def test_a_suspended_one(subject: Subject, driver: FakeDriver, monkeypatch: pyte
     asleep = SimpleNamespace(gpu_memory=5 << 30)
     monkeypatch.setattr(suspensions, "find_by_container", lambda wanted: asleep if wanted == ID else None)
     found = by_name(container.checks(subject, driver))
-    assert "5.0 GiB of GPU memory in RAM or the store" in found["GPU processes"].says
+    assert "its 5.0 GiB of GPU memory are in RAM or the store" in found["GPU processes"].says
     assert found["duration"].facts["gpu"] == 5 << 30
     assert driver.calls == []
 

@@ -233,7 +233,7 @@ def test_explain_nothing() -> None:
     """A code that is none is not found, and the list is."""
     done = explained("GPS-999")
     assert isinstance(done.exception, NotFound)
-    assert done.exception.sentence() == "there is no error code GPS-999; gpusnap explain lists them"
+    assert done.exception.sentence() == "there is no error code 'GPS-999'; gpusnap explain lists them"
 
 
 def test_nothing_at_start() -> None:

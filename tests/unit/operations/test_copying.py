@@ -249,6 +249,22 @@ def test_a_file_that_is_there(store: Store, digest: str, tmp_path: Path) -> None
     assert (tmp_path / "w.tar").read_text() == "earlier"
 
 
+def test_a_directory_that_is_there(store: Store, digest: str, tmp_path: Path) -> None:
+    """Nobody is told to remove it, and a missing one is noticed before anything is read."""
+    for to in (InFile(str(tmp_path)), InLayoutFile(str(tmp_path))):
+        with pytest.raises(GpusnapError, match="it is a directory") as caught:
+            copied(InStore(store, "w"), to)
+        assert caught.value.hint.startswith(f"name a file in it, such as {tmp_path}/checkpoint.tar.zst, ")
+    with pytest.raises(GpusnapError, match=r"w\.tar cannot be written: .*/none is not a directory$"):
+        copied(InStore(store, "w"), InFile(f"{tmp_path}/none/w.tar"))
+
+
+def test_a_store_that_nothing_was_written_to(tmp_path: Path) -> None:
+    """It is not called damaged, whichever place the copy has."""
+    with pytest.raises(NotFound, match="is not a store, or has no checkpoint yet"):
+        copied(InStore(Store(tmp_path), "w"), InStore(Store(tmp_path), "v"))
+
+
 @pytest.mark.parametrize("kind", ["store", "file", "registry"])
 def test_damage_stays_where_it_is(
     store: Store, digest: str, registry: FakeRegistry, tmp_path: Path, kind: str

@@ -150,7 +150,8 @@ def test_nothing_fails_it(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None
         (("w:1", "--last"), 2, "cannot be combined"),
         (("a b",), 2, "is not a checkpoint"),
         (("-o", "there.txt"), 1, "exists already"),
-        (("-o", "no/folder.txt"), 1, "cannot be written"),
+        (("-o", "no/folder.txt"), 1, "no/folder.txt cannot be written: no is not a directory"),
+        (("-o", "."), 1, ". cannot be written: it is a directory; name a file in it with -o"),
     ],
 )
 def test_wrong_lines(gpusnap: Run, words: tuple[str, ...], code: int, said: str) -> None:
@@ -246,9 +247,14 @@ def test_without_a_store(
 @pytest.mark.parametrize(
     ("store", "wanted"), [("empty", "{} is empty"), ("not there", "{}: it does not exist")]
 )
-def test_the_state_of_the_store(gpusnap: Run, planted: Store, store: str, wanted: str) -> None:
-    """In a report of the host alone, too."""
-    assert f"{planted.path}, 1 entries in its index" in gpusnap("report", "-o", "-")[1]
+def test_the_state_of_the_store(
+    gpusnap: Run, planted: Store, tmp_path: Path, store: str, wanted: str
+) -> None:
+    """In a report of the host alone, too; and settings that say nothing are said to."""
+    (tmp_path / "gpusnap.toml").write_text("# retries = 3\n")
+    out = gpusnap("report", "-o", "-")[1]
+    assert f"{planted.path}, entries in its index: 1" in out
+    assert "gpusnap.toml sets nothing: all have their defaults" in out
     shutil.rmtree(planted.path)
     if store == "empty":
         Path(planted.path).mkdir()

@@ -386,10 +386,21 @@ def test_a_container_that_is_not_there(
     )
 
 
+def test_a_container_that_cannot_be_checkpointed(host: FakePodman, units: Path, gpusnap: Run) -> None:
+    """Each run would fail; only systemd would say so."""
+    host.has(runtime="crun")
+    code, _, err = gpusnap("schedule", "w", "--every", "1h")
+    assert code == 0
+    assert err.startswith("note: the container w uses the runtime crun, which does not support GPUs; ")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "no container is given"),
+        ((), "no container is given; gpusnap schedule CONTAINER --every"),
+        (("--remove",), "no container is given; gpusnap schedule CONTAINER --remove"),
+        (("w", "--list"), "--list lists all schedules"),
+        (("--list", "--remove"), "--list lists all schedules"),
         (("w",), "no interval is given"),
         (("w", "--every", "soon"), "is not a duration"),
         (("w", "--every", "1h", "--to", "./w.tar"), "is a single file"),

@@ -195,7 +195,7 @@ def _title(checkpoint: Checkpoint) -> str:
 
 
 def _print_processes(console: Console, found: Sequence[Process], record: Manifest | None) -> None:
-    """The tree with each process' memory, open files, and sockets."""
+    """Print the tree with each process's memory, open files, and sockets."""
     gpu, depths = _gpu_memory(record), _depths(found)
     rows = show.table("processes", "PID", "command", "state", "threads", "mapped", "memory", "GPU memory")
     for each in found:
@@ -223,13 +223,13 @@ def _print_processes(console: Console, found: Sequence[Process], record: Manifes
 
 
 def _list_documents(found: Sequence[Process], record: Manifest | None) -> list[dict[str, Any]]:
-    """The same for JSON: a list in which each process comes behind its parent."""
+    """Return the same for JSON: a list in which each process comes after its parent."""
     gpu = _gpu_memory(record)
     return [{**document(each), "gpuMemory": gpu.get(each.pid, 0)} for each in found]
 
 
 def _gpu_memory(record: Manifest | None) -> Mapping[int, int]:
-    """Bytes by PID, of the processes whose GPU state is in the checkpoint."""
+    """Return bytes by PID, of the processes whose GPU state is in the checkpoint."""
     processes = record.processes if record is not None else ()
     return {each.pid: sum(used for _, used in each.gpus) for each in processes}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -68,8 +69,10 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
     As JSON: a list of what, digest, blobs, size, read (false where content was not read), damaged (digest,
     mediaType, size, what, belongsTo), note.
     """
-    if everything == bool(what) and not (everything and all(word.startswith("oci:") for word in what)):
+    if not everything and not what:
         raise click.UsageError("give at least one WHAT, or --all")
+    if everything and not all(word.startswith("oci:") for word in what):
+        raise click.UsageError("--all checks a whole store: oci:DIR, or this host's without a WHAT")
     found: list[VerifyResult] = []
     failures: list[GpusnapError] = []
     with Progress() as progress:
@@ -201,6 +204,11 @@ def tag(what: str, name: str, as_json: bool) -> None:
     As JSON: store, digest, name, movedFrom (the digest that had the name before; empty for a new name).
     """
     place = _parse_named(what)
+    if name.startswith("oci:"):
+        raise UsageError(
+            f"{name[:120]} is in a store, but NAME is a name in the store of WHAT",
+            hint=f"gpusnap copy {shlex.quote(what)} {shlex.quote(name)} copies it",
+        )
     parse_name(name)
     store = open_store(place.store, write=True)
     entry = place.entry()
@@ -229,7 +237,7 @@ class _Removed:
 
 
 def find_store(word: str | None) -> Store:
-    """The store that a word names, or this host's. Raises UsageError, NotFound."""
+    """Return the store that a word names, or this host's. Raises UsageError, NotFound."""
     if word is None:
         return default_store()
     place = in_store(word) if word.startswith("oci:") else None
@@ -285,7 +293,7 @@ def _check_migrations(store: Store, root: Descriptor) -> None:
 
 
 def _to_remove(store: Store, wanted: str, *, everything: bool) -> tuple[str, ...]:
-    """The names, or the digest, that a word stands for; never one of several that it may stand for.
+    """Return the names, or the digest, that a word stands for; never one of several that it may stand for.
 
     Raises NotFound, GpusnapError.
     """

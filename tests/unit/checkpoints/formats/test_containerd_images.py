@@ -269,5 +269,5 @@ def test_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UsageError, match="does not name an image"):
             locator.in_containerd(word)
     for ask in (locator.find, locator.destination):
-        with pytest.raises(UsageError, match="only gpusnap push and gpusnap pull --to handle those"):
+        with pytest.raises(UsageError, match="only gpusnap push, pull --to and copy handle those"):
             ask("containerd:w")

@@ -18,7 +18,7 @@ from gpusnap.engines.install import hooks as hooks_command
 from gpusnap.engines.install.hooks import install_hooks, takes_annotation
 from gpusnap.hooks import hooksd
 from gpusnap.hooks.main import SECONDS
-from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.runtime import identify as real
 from gpusnap.runtime_shim.runtime.identify import parse_version
 
@@ -115,7 +115,9 @@ def test_remove(tmp_path: Path, program: str) -> None:
     assert len(os.listdir(tmp_path / "d")) == 4
     assert run("--remove", tmp_path / "d").count("removed ") == 3
     assert os.listdir(tmp_path / "d") == ["other.json"]
-    assert run("--remove", tmp_path / "none") == ""
+    assert run("--remove", tmp_path / "none") == f"no file of gpusnap's is in {tmp_path}/none\n"
+    with pytest.raises(UsageError, match="DIR is empty"):  # not the current directory
+        run("")
 
 
 def test_dry_run(tmp_path: Path, program: str) -> None:

@@ -22,6 +22,7 @@ from kept_checkpoints import an_archive, hand_over_pages
 from synced import Synced
 
 from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import NotFound
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats import podman as convert
@@ -39,6 +40,7 @@ from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, CheckpointResult
 from gpusnap.operations.checkpointing.failed_export import Export, explain_export_errors
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
+from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, SettingsError
@@ -113,6 +115,19 @@ def test_pages_in_the_store(pages: FakePodman, store: Store) -> None:
     assert pages.status() == "exited"
     assert os.listdir(store.path + "/staging") == []
     assert not os.path.exists(f"{overrides.FOLDER}/{ID}.json")
+
+
+def test_a_task_of_containerd(fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Podman is not all that there is: the message names what checkpoints it."""
+    (fake.folder / "inspect.json").unlink()
+    monkeypatch.setattr(targets, "CONTAINERD_ROOT", str(tmp_path / "runc"))
+    with pytest.raises(NotFound, match=r"^there is no container w$"):
+        made()
+    (tmp_path / "runc/default/w").mkdir(parents=True)
+    (tmp_path / "runc/default/w/state.json").touch()
+    with pytest.raises(NotFound, match="but containerd has a task of that name") as caught:
+        made()
+    assert caught.value.hint.startswith("ctr container checkpoint --task ")
 
 
 def test_words_for_podman(fake: FakePodman) -> None:

@@ -9,6 +9,7 @@ from fake_podman import FakePodman
 
 from gpusnap.operations.restoring import in_use
 from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.snapshot.records import suspensions
 
 
 @pytest.fixture
@@ -89,6 +90,24 @@ def test_the_same_container_under_another_name(fake: FakePodman) -> None:
     found = in_use.explain(GpusnapError("creating container storage: that ID is already in use"), "w")
     assert found is not None
     assert str(found) == "Podman already has the container of this checkpoint, under another name"
+
+
+@pytest.mark.parametrize(
+    ("asleep", "sentence"),
+    [
+        (True, "w, and it is suspended; gpusnap resume w continues it; give a second copy another name "),
+        (False, "w, and it is paused; podman unpause w continues it; give a second copy another name "),
+    ],
+)
+def test_one_that_waits(
+    fake: FakePodman, monkeypatch: pytest.MonkeyPatch, asleep: bool, sentence: str
+) -> None:
+    """Its processes are there: nobody is told only to remove it."""
+    fake.has(status="paused")
+    monkeypatch.setattr(suspensions, "find_by_container", lambda _: object() if asleep else None)
+    found = in_use.explain(GpusnapError('the container name "w" is already in use by 0bccc8f81a37'), "w")
+    assert found is not None
+    assert found.sentence().startswith(f"Podman already has a container {sentence}")
 
 
 def test_one_that_a_checkpoint_has_ended(fake: FakePodman) -> None:

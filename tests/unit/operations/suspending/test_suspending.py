@@ -331,6 +331,16 @@ def test_one_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert caught.value.hint.startswith("if it uses no GPU, run podman pause w; otherwise remove it")
 
 
+def test_a_task_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with a slash is none in Podman, so nobody is sent there."""
+    FakePodman(tmp_path / "podman", monkeypatch)
+    monkeypatch.setattr(targets, "CONTAINERD_ROOT", str(tmp_path))
+    with pytest.raises(NotFound) as caught, podman.Inspection("k8s.io/w") as asked:
+        targets.find_running("k8s.io/w", asked)
+    said = "there is no task w in containerd's namespace k8s.io; see ctr --namespace k8s.io task ls"
+    assert caught.value.sentence() == said
+
+
 def test_a_spill_that_nobody_waits_for(there: list[Suspension], monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs in / and has to find gpusnap from there; where it cannot be run, that is a sentence."""
     called: list[list[str]] = []

@@ -17,7 +17,7 @@ _PERIODS = {"hourly": "hours", "daily": "days", "weekly": "weeks", "monthly": "m
 
 
 def duration(ctx: click.Context, param: click.Parameter, value: str | None) -> timedelta:
-    """The callback of an option that is a duration; none is 0."""
+    """Parse an option that is a duration; none is 0."""
     try:
         return parse_duration(value) if value is not None else timedelta()
     except ValueError as error:
@@ -59,7 +59,7 @@ def keep_options(command: _Command) -> _Command:
 
 
 def rules(keep: Mapping[str, Any]) -> Rules:
-    """The rules that were given."""
+    """Return the rules that were given."""
     return Rules(
         last=keep["keep_last"] or 0,
         **{name: keep[f"keep_{name}"] or 0 for name in _PERIODS},
@@ -69,7 +69,7 @@ def rules(keep: Mapping[str, Any]) -> Rules:
 
 
 def words(keep: Mapping[str, Any]) -> tuple[str, ...]:
-    """The same as options of a command line."""
+    """Return the same as options of a command line."""
     counts = [
         (f"--keep-{name}", str(keep[f"keep_{name}"]))
         for name in ("last", *_PERIODS)
