@@ -99,6 +99,8 @@ class Container:
     """When Podman created it, or began to import it (RFC 3339)."""
     restarts: bool = False
     """Podman may start it anew when it cleans up after its end (--restart)."""
+    on_failure: str = ""
+    """What its health check does if it fails: kill, restart, stop; empty if nothing (--health-on-failure)."""
 
     @property
     def is_not_cleaned_up(self) -> bool:
@@ -224,7 +226,13 @@ def _container(found: Mapping[str, Any]) -> Container:
         labels={**_texts(found, "Labels"), **_texts(found, "Annotations")},
         created=str(found.get("Created") or ""),
         restarts=_get_restart_policy(found) not in ("", "no"),
+        on_failure=_get_failure_action(found),
     )
+
+
+def _get_failure_action(found: Mapping[str, Any]) -> str:
+    action = str((found.get("Config") or {}).get("HealthcheckOnFailureAction") or "none")
+    return "" if action == "none" else action
 
 
 def _get_restart_policy(found: Mapping[str, Any]) -> str:
@@ -575,6 +583,16 @@ def check(found: Container, *, asleep: bool = False, instead: str = "") -> None:
             hint=f"if it uses no GPU, {instead}; otherwise remove it and run it again with podman --runtime "
             f"{RUNTIME} run and the same options",
             code="GPS-202",
+        )
+    # A checkpoint needs Podman to regard a suspended container as running for a moment, and a check that fails
+    # then counts. Only a kill is refused by the runtime (shim/suspended.py): of a stop, Podman notes the
+    # beginning, and could not checkpoint the container any more.
+    if asleep and found.on_failure in ("restart", "stop"):
+        raise ContainerError(
+            f"the container {found.name} is suspended, so its health check fails during a checkpoint, and "
+            f"Podman would end it (--health-on-failure={found.on_failure})",
+            hint=f"gpusnap resume {found.name} before the checkpoint",
+            code="GPS-206",
         )
 
 

@@ -411,13 +411,13 @@ def _find_podman(job: CheckpointJob) -> int:
     it and this process is not watched.
     """
     parent, container = os.getppid(), job.container
-    if _is_podman(parent):
+    if conmon.is_podman(parent):
         return parent
     if str(job.call.images()) != os.path.join(container.bundle, "checkpoint"):
         return 0
     if not conmon.podman_of(proc.command(proc.parent(container.pid)), container.id):
         return 0
-    return -1 if _is_orphan() and not any(map(_is_podman, proc.list_ancestors(os.getpid()))) else 0
+    return -1 if _is_orphan() and not any(map(conmon.is_podman, proc.list_ancestors(os.getpid()))) else 0
 
 
 def _is_orphan() -> bool:
@@ -434,15 +434,6 @@ def _is_orphan() -> bool:
     return os.getsid(0) != os.getpid() and (parent == 1 or session != os.getsid(0))
 
 
-def _is_podman(pid: int) -> bool:
-    """Return whether a process runs the program of Podman, under whatever name."""
-    if proc.comm(pid) == conmon.PODMAN:
-        return True
-    with contextlib.suppress(OSError):
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == conmon.PODMAN
-    return False
-
-
 def _refuse_to_remove(job: CheckpointJob) -> None:
     """Refuse to end a container with --rm for Podman's API service.
 
@@ -451,7 +442,7 @@ def _refuse_to_remove(job: CheckpointJob) -> None:
     """
     if job.call.leave_running or job.container.annotations.get(_REMOVED_BY_PODMAN) != "TRUE":
         return
-    podman = next(filter(_is_podman, proc.list_ancestors(os.getpid())), 0)
+    podman = next(filter(conmon.is_podman, proc.list_ancestors(os.getpid())), 0)
     if podman and ("system", "service") in pairwise(proc.command(podman)):
         raise Refused(
             f"container {job.container.id} has --rm, so Podman would remove it when this checkpoint ends it, "

@@ -57,6 +57,7 @@ from gpusnap.runtime_shim.base.errors import (
 from gpusnap.runtime_shim.base.import_ahead import import_meanwhile
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.base.threads import run_meanwhile
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import left_stopped
@@ -133,8 +134,11 @@ class CheckpointResult:
 
     @property
     def is_suspended(self) -> bool:
-        """Return whether the container is suspended: Podman checkpoints no other container that is paused."""
-        return self.container.status == "paused"
+        """Return whether the container is suspended, and has not ended meanwhile.
+
+        Podman checkpoints no other container that is paused.
+        """
+        return self.container.status == "paused" and proc.is_running(self.container.init)
 
 
 def checkpoint(
@@ -481,11 +485,12 @@ def _show_as_running(found: podman.Container) -> Iterator[None]:
         except AlreadyPaused:  # Podman was interrupted before it did what go_on asks for
             pass
         except GpusnapError as error:  # its processes are stopped in any case, and the checkpoint can be made
-            note(
-                f"Podman lists the suspended container {found.name} as running: {error}; gpusnap recover "
-                "corrects that",
-                code="GPS-021",
-            )
+            if proc.is_running(found.init):  # nobody has ended it meanwhile
+                note(
+                    f"Podman lists the suspended container {found.name} as running: {error}; gpusnap recover "
+                    "corrects that",
+                    code="GPS-021",
+                )
 
 
 def _measure_gpu_memory(export: Export) -> int:
