@@ -18,7 +18,7 @@ import waiting
 from conftest import SRC
 from holding import held
 from storehost import COMMAND, PLAIN, PLAIN_BUT_RUNTIME, STORE, done, empty_store, gpusnap
-from support import GPUS_CONF, Container, faults, good, kill_at, podman, run, sentence, until
+from support import DEADLINE, GPUS_CONF, Container, faults, good, kill_at, podman, run, sentence, until
 from suspendhost import ends_without_a_trace, nothing_left, resumed, suspended, usage
 
 from gpusnap.oci.store.paths import PRECIOUS
@@ -193,6 +193,27 @@ def test_a_health_check_during_a_checkpoint(store: Store) -> None:
         good(podman("unpause", "w"))
         good(podman("kill", "w"))
     ends_without_a_trace()
+
+
+def test_a_health_check_that_runs_meanwhile(store: Store, tmp_path: Path) -> None:
+    """Podman does not see that it takes too long, and does not end the container."""
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    options = [
+        "-v",
+        f"{tmp_path}:{tmp_path}",
+        "--health-cmd",
+        f"touch {begun}; until test -e {go}; do :; done",
+    ]
+    options += ["--health-interval", "disable", "--health-retries", "1", "--health-timeout", "1s"]
+    container = Container.start("w", options=(*options, "--health-on-failure", "kill"))
+    check = ["podman", "--runtime", "gpusnap-runtime", "healthcheck", "run", container.id]
+    with waiting.Process(check, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as checking:
+        until(begun.exists, "the check has begun")
+        suspended(container)
+        assert checking.wait(DEADLINE)
+    go.touch()
+    resumed(container)
+    assert container.inspect()["State"]["Health"]["FailingStreak"] == 0
 
 
 def test_one_that_is_ended_during_its_checkpoint(store: Store, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 from gpusnap.container_hooks.commands import run_around_suspend
+from gpusnap.engines import podman
 from gpusnap.operations.suspending import budget, targets
 from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.moved import MovedContainer
@@ -44,4 +45,6 @@ def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") ->
     room = partial(budget.claim_room, settings, leaving=leaving)
     with run_around_suspend(engine.kind, early.container):
         done, steps = suspending.suspend(container, real, settings, driver, engine, room=room)
+        if engine.kind == "podman":
+            podman.end_health_checks(early.container.container())
     return MovedContainer(done, time.monotonic() - began, steps)
