@@ -516,6 +516,17 @@ def test_archives_and_a_registry(store: Store, registry: str, tmp_path: Path) ->
     Container.restore("w", again).goes_on()
 
 
+def test_an_archive_that_is_copied_into_a_store(store: Store, tmp_path: Path) -> None:
+    """The checkpoint is restored from there, as any other."""
+    container = Container.start("w", options=["--cgroups=split"])
+    good(gpusnap("checkpoint", "w", "--to", tmp_path / "w.tar"))
+    container.remove()
+    good(gpusnap("copy", tmp_path / "w.tar", "w:copied"))
+    (tmp_path / "w.tar").unlink()
+    good(gpusnap("restore", "w:copied"))
+    container.goes_on()
+
+
 def test_a_self_contained_archive_of_a_store_s(store: Store, registry: str, tmp_path: Path) -> None:
     """What a store had is in the archive that `pull -o` writes, CRIU's images, too."""
     container = Container.start("w", *WORK)
