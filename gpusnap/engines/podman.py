@@ -587,7 +587,7 @@ def check(found: Container, *, asleep: bool = False, instead: str = "") -> None:
             code="GPS-202",
         )
     # For a checkpoint, Podman must regard a suspended container as running for a moment, and a check that
-    # fails then counts. The runtime can refuse a kill (shim/suspended.py), but of a stop Podman notes the
+    # fails then counts. The runtime can refuse a kill, but of a stop Podman notes the
     # beginning first, and would not checkpoint the container any more.
     if asleep and found.on_failure in ("restart", "stop"):
         raise ContainerError(

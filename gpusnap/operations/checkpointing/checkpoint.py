@@ -29,7 +29,7 @@ from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.checkpoints.names import dated_name, store_name
 from gpusnap.checkpoints.statistics import measure_stopped
 from gpusnap.container_hooks.commands import run_around_checkpoint
-from gpusnap.engines import podman, podman_objects, podman_work
+from gpusnap.engines import podman, podman_objects, podman_work, systemd_unit
 from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import list_names
@@ -161,6 +161,8 @@ def checkpoint(
         request = replace(request, leave_running=True, asleep=True)
     podman.check(found, asleep=asleep)
     podman_objects.check_options(found, force=request.force)
+    if not request.leave_running:
+        systemd_unit.note_restart(found)
     # A suspended container can run no command.
     commands = (
         nullcontext()
