@@ -69,7 +69,8 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
     if not found.is_alive:
         return _PASS  # it is of an earlier run of the container, and the next sweep removes it
     if command == "kill":
-        return _answer_kill(found)
+        _refuse_health_check(found)
+        return _PASS
     if found.stage in (Stage.UNDONE, Stage.RESUMED):  # gpusnap itself makes the engine do it
         return _PASS
     if found.stage is Stage.SUSPENDING:
@@ -91,7 +92,7 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
     )
 
 
-def _answer_kill(found: Suspension) -> None:
+def _refuse_health_check(found: Suspension) -> None:
     """Raise ContainerError if a health check of Podman's kills it; it may have begun before the suspend."""
     parent = os.getppid()
     if conmon.is_podman(parent) and "healthcheck" in proc.command(parent):
