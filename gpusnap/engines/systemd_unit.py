@@ -20,6 +20,11 @@ _KILLED = "137"  # 128 + SIGKILL
 _SECONDS = 5.0  # for systemctl
 
 
+def has_created(found: Container) -> bool:
+    """Return whether a unit has created the container, as Quadlet's do."""
+    return _LABEL in found.labels
+
+
 def check_watchdog(found: Container) -> None:
     """Raise ContainerError if systemd would end the container while it is suspended."""
     properties = _ask(found)

@@ -647,6 +647,19 @@ def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str, ends_at_dump: 
     container.goes_on()
 
 
+def test_a_failure_of_one_that_podman_does_not_import(store: Store) -> None:
+    """The message has commands that restore a container of Quadlet's all the same."""
+    label = ("--label", "PODMAN_SYSTEMD_UNIT=w.service")
+    container = Container.start("w", *WORK, options=["--rm", "--cgroups=split", *label])
+    said = sentence(broken_checkpoint("store", "w", *ENDS_AT_DUMP))
+    (command,) = re.findall(r"(gpusnap copy \S+ w:kept && gpusnap restore w:kept) restores it", said)
+    removed(container)
+    (archive,) = re.findall(r"w: gpusnap restore (\S+) restores it", gpusnap("recover").err)
+    assert f"gpusnap copy {archive} NAME" in sentence(gpusnap("restore", archive))
+    good(run("sh", "-c", command))
+    container.goes_on()
+
+
 @contextmanager
 def interrupted_export(
     container: Container, *options: str

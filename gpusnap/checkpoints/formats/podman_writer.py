@@ -75,6 +75,11 @@ def make_importable(config: bytes) -> bytes:
     return json.dumps(value).encode()
 
 
+def can_import(config: bytes) -> bool:
+    """Return whether Podman imports its own export of a container, by its config.dump."""
+    return make_importable(config) is config and not has_notify_socket(config)
+
+
 def has_notify_socket(config: bytes) -> bool:
     """Return whether conmon makes a socket for a container, by its config.dump (--sdnotify=container).
 

@@ -304,9 +304,11 @@ def _open_staging(
         f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(request.to, locator.InStore) else ""
     )
     volumes = ", with --ignore-volumes if all of its volumes still exist" if found.volumes else ""
+    # Podman does not import what Quadlet has created; for an archive, gpusnap says what to do.
+    command = "gpusnap restore" if systemd_unit.has_created(found) else "podman container restore --import"
     why = (
-        f"what Podman exported of the container {found.name}: {environment}podman container restore "
-        f"--import {archive} restores it{volumes}; when it is no longer needed, remove {staging.path}"
+        f"what Podman exported of the container {found.name}: {environment}{command} {archive} "
+        f"restores it{volumes}; when it is no longer needed, remove {staging.path}"
     )
 
     def keep() -> str:
