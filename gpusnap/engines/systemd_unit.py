@@ -8,6 +8,7 @@ container is controlled by no unit.
 from __future__ import annotations
 
 import os
+import shlex
 
 from gpusnap.engines.podman import Container
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
@@ -23,6 +24,17 @@ _SECONDS = 5.0  # for systemctl
 def has_created(found: Container) -> bool:
     """Return whether a unit has created the container, as Quadlet's do."""
     return _LABEL in found.labels
+
+
+def make_removal(found: Container, *options: str) -> str:
+    """Return the command that ends and removes a running container.
+
+    If a unit runs it, systemd ends it: otherwise, it may start the container anew, and Quadlet's then replace
+    the one that was restored meanwhile (podman run --replace).
+    """
+    if _ask(found):
+        return shlex.join(("systemctl", "stop", found.labels[_LABEL]))
+    return shlex.join(("podman", "rm", "--force", *options, found.name))
 
 
 def check_watchdog(found: Container) -> None:

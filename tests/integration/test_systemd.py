@@ -235,11 +235,15 @@ def test_units_that_would_end_it_or_start_it_anew(store: Store) -> None:
         good(machine.run("systemctl", "start", "server.service", "once.service", "strict.service"))
         until(lambda: all(len(ticks(machine, each)) > 2 for each in ("server", "once", "strict")), "ticks")
         before = container_id(machine)
+        done = machine.run(COMMAND, "checkpoint", "server", "--leave-running")
+        assert ": systemctl stop server.service && gpusnap restore server:" in done.err
         done = machine.run(COMMAND, "checkpoint", "server")
         assert (done.code, "server.service has Restart=always" in done.err) == (0, True), done.err
         until(lambda: machine.state("server.service", "NRestarts") == "1", "systemd starts it anew")
         until(lambda: machine.state("server.service") == "active", "it runs")
         assert container_id(machine) != before
+        done = machine.run(COMMAND, "restore", "server")
+        assert (done.code, "first: systemctl stop server.service" in done.err) == (1, True), done.err
         done = machine.run(COMMAND, "checkpoint", "once")
         assert (done.code, "GPS-224" in done.err) == (0, False), done.err
         until(lambda: machine.state("once.service") == "failed", "its end")

@@ -68,6 +68,20 @@ def test_watchdog(says: Says, text: str, refused: bool) -> None:
         systemd_unit.check_watchdog(FOUND)
 
 
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        (CALM, "systemctl stop w.service"),
+        (CALM.replace("=7", "=0"), "podman rm --force --time 0 w"),
+        ("", "podman rm --force --time 0 w"),
+    ],
+)
+def test_removal(says: Says, text: str, command: str) -> None:
+    """By systemd, as long as the unit runs it: the unit would replace one that is restored later."""
+    says(text)
+    assert systemd_unit.make_removal(FOUND, "--time", "0") == command
+
+
 def test_without_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is asked."""
     monkeypatch.setattr(child_process, "run", lambda *_, **__: pytest.fail("asked"))
