@@ -204,7 +204,7 @@ def test_a_health_check_that_runs_meanwhile(store: Store, tmp_path: Path) -> Non
         "--health-cmd",
         f"touch {begun}; until test -e {go}; do :; done",
     ]
-    options += ["--health-interval", "disable", "--health-retries", "1", "--health-timeout", "1s"]
+    options += ["--health-interval", "disable", "--health-retries", "1", "--health-timeout", "10m"]
     container = Container.start("w", options=(*options, "--health-on-failure", "kill"))
     check = ["podman", "--runtime", "gpusnap-runtime", "healthcheck", "run", container.id]
     with waiting.Process(check, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as checking:
