@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,8 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.deadlines import wait_for_end
 from gpusnap.runtime_shim.base.errors import AlreadyPaused, ContainerError, GpusnapError, reason
 from gpusnap.runtime_shim.base.log import note
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime.podman import conmon
 
 RANDOM_ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
 """An ID as Podman and Kubernetes make them; other users of containerd give names."""
@@ -99,6 +101,8 @@ class Container:
     """When Podman created it, or began to import it (RFC 3339)."""
     restarts: bool = False
     """Podman may start it anew when it cleans up after its end (--restart)."""
+    on_failure: str = ""
+    """What its health check does if it fails: kill, restart, stop; empty if nothing (--health-on-failure)."""
 
     @property
     def is_not_cleaned_up(self) -> bool:
@@ -224,7 +228,13 @@ def _container(found: Mapping[str, Any]) -> Container:
         labels={**_texts(found, "Labels"), **_texts(found, "Annotations")},
         created=str(found.get("Created") or ""),
         restarts=_get_restart_policy(found) not in ("", "no"),
+        on_failure=_get_failure_action(found),
     )
+
+
+def _get_failure_action(found: Mapping[str, Any]) -> str:
+    action = str((found.get("Config") or {}).get("HealthcheckOnFailureAction") or "none")
+    return "" if action == "none" else action
 
 
 def _get_restart_policy(found: Mapping[str, Any]) -> str:
@@ -576,6 +586,33 @@ def check(found: Container, *, asleep: bool = False, instead: str = "") -> None:
             f"{RUNTIME} run and the same options",
             code="GPS-202",
         )
+    # For a checkpoint, Podman must regard a suspended container as running for a moment, and a check that
+    # fails then counts. The runtime can refuse a kill, but of a stop Podman notes the
+    # beginning first, and would not checkpoint the container any more.
+    if asleep and found.on_failure in ("restart", "stop"):
+        raise ContainerError(
+            f"the container {found.name} is suspended, so its health check fails during a checkpoint, and "
+            f"Podman would end it (--health-on-failure={found.on_failure})",
+            hint=f"gpusnap resume {found.name} before the checkpoint",
+            code="GPS-206",
+        )
+
+
+def end_health_checks(found: Container) -> None:
+    """End Podman's health checks of a paused container that Podman would end if one fails.
+
+    When the container goes on, their time is over, and Podman takes that for a failure. None begins while
+    it is paused; after that, Podman's timer begins the next one.
+    """
+    if not found.on_failure:
+        return
+    for pid in proc.pids():
+        each = proc.process(pid) if proc.comm(pid) == conmon.PODMAN else None
+        if each is None or "healthcheck" not in each.command or found.id not in each.command[-1:]:
+            continue
+        pidfd.remember([(pid, each.start)])
+        with suppress(PermissionError):
+            pidfd.send(pid, signal.SIGTERM)
 
 
 def make_not_running_error(found: Container) -> ContainerError:

@@ -56,7 +56,8 @@ CODES = (
         "suspended",
         "Either the container is suspended (`gpusnap suspend`), so its processes have no GPU memory; or "
         "it is not suspended, but only a suspended container can be resumed; or it cannot be suspended, "
-        "because none of its processes uses a GPU, or its driver suspends only within a checkpoint.",
+        "because none of its processes uses a GPU, its driver suspends only within a checkpoint, or "
+        "systemd would end it meanwhile (`WatchdogSec=`).",
         "`gpusnap ps` lists suspended containers. Resume one with `gpusnap resume NAME` instead of "
         "`podman unpause` or `ctr task resume`. A checkpoint leaves a suspended container suspended: "
         "`gpusnap checkpoint NAME`.",
@@ -196,6 +197,16 @@ CODES = (
         "stored. Or leave it running (`--leave-running`, in the API `leaveRunning=true`), and remove it when "
         "you have the archive: what it does in between is not in the checkpoint. See "
         "docs/podman.md#through-podmans-api-service.",
+    ),
+    ErrorCode(
+        "GPS-224",
+        "started-anew-by-systemd",
+        "A unit of systemd runs the container, and has `Restart=always` or `Restart=on-failure`. When a "
+        "checkpoint ends the container, systemd takes that for a failure, and starts it anew, from the "
+        "beginning. A restore is refused while that one runs, which may also write to the same volumes.",
+        "Add `RestartPreventExitStatus=137` to the unit, in `[Service]`: 137 is the end by SIGKILL, "
+        "also if the kernel kills the container for lack of memory. Or run `gpusnap checkpoint "
+        "--leave-running NAME`, then `systemctl stop UNIT`. Stop the unit before a restore.",
     ),
     ErrorCode(
         "GPS-225",

@@ -6,8 +6,8 @@
  * becomes the Python entry (runtime_shim/shim/entry.py), which decides by the same rules;
  * tests/unit/runtime_shim/launcher/test_launcher.py runs both on the same command lines.
  *
- * While a container is suspended, or where a killed gpusnap has left something of it, its delete, pause and resume go
- * to Python too (shim/suspended.py); watch.h says when.
+ * While a container is suspended, or where a killed gpusnap has left something of it, its delete, kill, pause and
+ * resume go to Python too (shim/suspended.py); watch.h says when.
  *
  * Nothing that is wrong with gpusnap's settings or its Python may keep a command from a real runtime: the first of
  * its choices (choice.h) that can be started. Python is asked only where none can, so that it says why.

@@ -11,7 +11,7 @@ static const char *const global_values[] = {
 static const char *const global_flags[] = {"debug", "systemd-cgroup", NULL};
 static const char *const version_options[] = {"version", "v", "V", NULL};
 static const char *const our_commands[] = {"checkpoint", "restore", NULL};
-static const char *const watched_commands[] = {"delete", "pause", "resume", NULL};
+static const char *const watched_commands[] = {"delete", "kill", "pause", "resume", NULL};
 static const char *const commands[] = {
     "checkpoint", "create", "delete",  "events", "exec",  "features", "h",    "help",  "init",  "kill",   "list",
     "mounts",     "pause",  "ps",      "restore", "resume", "run",    "spec", "start", "state", "update", NULL,

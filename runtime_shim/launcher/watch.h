@@ -1,5 +1,5 @@
 /*
- * Whether gpusnap may have a say in a command that pauses, resumes or deletes a container, as _is_watched in
+ * Whether gpusnap may have a say in a command that pauses, resumes, kills or deletes a container, as _is_watched in
  * shim/entry.py has it: where the container is suspended, and gpusnap is not itself having its engine pause it or let
  * it go on; and where the journal has a file of it that concerns the command. Where that cannot be told, it may.
  */
@@ -66,7 +66,7 @@ static long has_say(const char *command, const char *name)
         return -ENAMETOOLONG;
     if ((fd = open_file(path)) < 0)
         return fd == -ENOENT ? 0 : fd;
-    if (same(command, "delete")) {
+    if (same(command, "delete") || same(command, "kill")) {
         close_file(fd);
         return 1;
     }
@@ -126,7 +126,7 @@ static int ask_files(const char *directory, long (*says)(const char *command, co
 static int is_watched(const char *command, const char *container)
 {
     return ask_files(WATCH_DIRECTORY, has_say, command, container) ||
-           (!same(command, "pause") && ask_files(JOURNAL_DIRECTORY, is_noted, command, container));
+           (!same(command, "pause") && !same(command, "kill") && ask_files(JOURNAL_DIRECTORY, is_noted, command, container));
 }
 
 /* Whether the real runtime would let a suspended container run without its GPU memory, as _would_run_half in

@@ -65,6 +65,7 @@ def prepare(
         if (source := edits.sources.get(str(mount.get("destination")))) is not None:
             mount["source"] = source
         _mend(mount)
+        _move_notify_folder(mount, bundle)
     _drop_our_hooks(config)
     if edits.hook is not None:
         _add_hook(config, dict(edits.hook))
@@ -171,6 +172,17 @@ def _mend(mount: dict[str, Any]) -> None:
     source = mount.get("source")
     if isinstance(source, str) and os.path.isabs(source) and os.path.islink(source):
         mount["source"] = os.path.realpath(source)
+
+
+def _move_notify_folder(mount: dict[str, Any], bundle: str) -> None:
+    """Take the folder of this container's own notify socket: Podman names that of the checkpointed one.
+
+    They differ if the container has another ID (libpod, mountNotifySocket; conmon, setup_notify_socket).
+    """
+    own, source = os.path.join(bundle, "notify"), str(mount.get("source"))
+    theirs = mount.get("destination") == "/run/notify" and source.endswith("/userdata/notify")
+    if theirs and os.path.isdir(own) and not os.path.islink(own):
+        mount["source"] = own
 
 
 def _drop_our_hooks(config: dict[str, Any]) -> None:

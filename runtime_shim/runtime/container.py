@@ -211,9 +211,14 @@ def list_in_cgroup(path: str) -> tuple[proc.Process, ...]:
 
 
 def cgroup_folder(pid: int) -> str | None:
-    """Return the directory of the cgroup (version 2) of a process; None if there is none."""
+    """Return the directory of the cgroup (version 2) of a process; None if there is none.
+
+    A cgroup outside gpusnap's cgroup namespace has none: the kernel writes it as /.. (cgroup_namespaces(7)).
+    """
     tops, path = _list_mounted(), proc.cgroups(pid).get("")
-    return f"{tops[0].rstrip('/')}{path}".rstrip("/") if tops and path is not None else None
+    if not tops or path is None or f"{path}/".startswith("/../"):
+        return None
+    return f"{tops[0].rstrip('/')}{path}".rstrip("/")
 
 
 def _list_mounted() -> list[str]:

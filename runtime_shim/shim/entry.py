@@ -36,7 +36,7 @@ GLOBAL_FLAGS = ("debug", "systemd-cgroup")
 
 VERSION_OPTIONS = ("version", "v", "V")
 OUR_COMMANDS = ("checkpoint", "restore")
-WATCHED_COMMANDS = ("delete", "pause", "resume")
+WATCHED_COMMANDS = ("delete", "kill", "pause", "resume")
 """Commands that mean something else for a suspended container, or in a restore: see shim/suspended.py."""
 WATCH = "/run/gpusnap/suspended"
 """Exists while a container is suspended."""
@@ -44,7 +44,7 @@ JOURNAL = "/run/gpusnap/journal"
 """The same as in snapshot/records/journal.py."""
 _ON_THE_WAY = (b'"stage": "suspending"', b'"stage": "undone"', b'"stage": "resumed"')
 """Stages in which gpusnap itself makes the engine do it; the first one only for a pause."""
-_NOTED = {"delete": (".restore", ".thawed"), "pause": (), "resume": (".thawed",)}
+_NOTED = {"delete": (".restore", ".thawed"), "kill": (), "pause": (), "resume": (".thawed",)}
 """The endings of files in the journal for which gpusnap must handle a command."""
 # Words that may follow an unknown option, to distinguish its value from the command: all commands of crun and
 # runc.
@@ -197,7 +197,7 @@ def _answer(args: list[str]) -> int:
 
 
 def _is_watched(command: str, words: list[str]) -> bool:
-    """Whether gpusnap must handle a command that pauses, resumes or deletes a container.
+    """Whether gpusnap must handle a command that pauses, resumes, kills or deletes a container.
 
     It need not if the container is not suspended, or if gpusnap itself makes the engine pause or resume it.
     There is a file for each suspended one (snapshot/records/suspensions.py); parsing it as JSON would take
@@ -241,7 +241,7 @@ def _is_suspended(command: str, container: str) -> bool:
             continue  # gone since: there may be one of another root
         except OSError:
             return True
-        if command == "delete" or not any(stage in content for stage in passed):
+        if command in ("delete", "kill") or not any(stage in content for stage in passed):
             return True
     return False
 

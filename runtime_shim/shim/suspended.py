@@ -1,6 +1,6 @@
-"""pause, resume and delete of a suspended container, and of one that a killed gpusnap left.
+"""pause, resume, kill and delete of a suspended container, and of one that a killed gpusnap left.
 
-The launcher starts Python for these three commands while there is a file of the container in
+The launcher starts Python for these commands while there is a file of the container in
 /run/gpusnap/suspended; for delete also while there is one of its restore in the journal, and for resume and
 delete while there is one that says that it runs after all (journal.THAWED). All of them go to the real
 runtime, except these:
@@ -11,6 +11,9 @@ runtime, except these:
   container is being suspended, because it may reach the runtime after the suspend.
 - `pause` of one does nothing, since it is frozen. For `gpusnap checkpoint` of a suspended container, Podman
   unpauses and pauses it around its checkpoint; gpusnap requests that both do nothing (shim/overrides.py).
+- `kill` of one by Podman's health check (--health-on-failure) is refused: no check can run in a frozen
+  container, and Podman takes that for a failure if it was not told of the suspend, as during a checkpoint of
+  the suspended container.
 - `delete` of one that has ended also removes what is stored for it.
 - Before a `delete` of one whose restore was killed or is being given up, its root file system is unmounted
   where the runtime has mounted it for CRIU: else `runc delete --force`, or an engine that removes the bundle
@@ -23,13 +26,16 @@ runs, except for a `resume` of a suspended container (shim/entry.py).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 
 from gpusnap.runtime_shim.base.errors import ContainerError
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer, container_key
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.podman import conmon
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.gpu_processes.paused_container import answer_resume
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
@@ -63,6 +69,9 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
         return code
     if not found.is_alive:
         return _PASS  # it is of an earlier run of the container, and the next sweep removes it
+    if command == "kill":
+        _refuse_health_check(found)
+        return _PASS
     if found.stage in (Stage.UNDONE, Stage.RESUMED):  # gpusnap itself makes the engine do it
         return _PASS
     if found.stage is Stage.SUSPENDING:
@@ -82,6 +91,17 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
         hint=f"gpusnap resume {found.name}",
         code="GPS-206",
     )
+
+
+def _refuse_health_check(found: Suspension) -> None:
+    """Raise ContainerError if a health check of Podman's kills it; it may have begun before the suspend."""
+    parent = os.getppid()
+    if conmon.is_podman(parent) and "healthcheck" in proc.command(parent):
+        raise ContainerError(
+            f"container {found.name} is suspended, so its health check fails: it is not ended for that",
+            hint=f"gpusnap resume {found.name}; podman kill ends it",
+            code="GPS-206",
+        )
 
 
 def _answer_by_journal(command: str, container: str, root: str | None, *, forced: bool) -> bool:

@@ -65,9 +65,9 @@ from gpusnap.runtime_shim.runtime.criu.plugins import inject
 from gpusnap.runtime_shim.runtime.criu.run import Invocation, invoke
 from gpusnap.runtime_shim.runtime.criu.version import find_named
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
-from gpusnap.runtime_shim.runtime.podman import dev_shm
+from gpusnap.runtime_shim.runtime.podman import caller, dev_shm
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot import calling_podman, left_stopped
+from gpusnap.runtime_shim.snapshot import left_stopped
 from gpusnap.runtime_shim.snapshot.describe import describe
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, device_access, remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles, plugin_checkpoint
@@ -123,10 +123,10 @@ def checkpoint(
         job = CheckpointJob(
             call, real, settings, driver, container, Transaction(), pages, asleep=asleep, remover=remover
         )
-        job.podman = calling_podman.find_podman(str(call.images()), container)
+        job.podman = caller.find_podman(str(call.images()), container)
         with _name_whole_failure(job), _hold_dump(job) as held, job.transaction as transaction:
             with transaction.step("inspect"):
-                calling_podman.check_podman(job.podman)
+                caller.check_podman(job.podman)
                 config = _inspect(job)
             draft = Draft(str(call.images()), sync=settings.memory.sync)
             with transaction.step("prepare"):
@@ -213,7 +213,7 @@ def _inspect(job: CheckpointJob) -> dict[str, Any]:
     preflight.check_criu_library(job.real)
     preflight.check_pycriu()
     preflight.refuse_options(job.call, job.container)
-    calling_podman.refuse_to_remove(job.call, job.container)
+    caller.refuse_to_remove(job.call, job.container)
     preflight.refuse_adopted(job.container)
     preflight.refuse_neighbours(job.call, job.container)
     config = containers.bundle_config(job.container.bundle)
@@ -347,7 +347,7 @@ def _dump(job: CheckpointJob, draft: Draft, held: HeldDump | None) -> None:
                 volumes.take(job.image_path, ())  # removes those of an earlier checkpoint in the same place
             if not job.runs_on and not waits:
                 _sync_written_files(job, stopped=True)
-            calling_podman.check_podman(job.podman)
+            caller.check_podman(job.podman)
             with job.transaction.step("dump"):
                 failure = _write_and_dump(job, draft, held) if held and waits else _call_runtime(job)
             if failure is None and job.remover is not None:
@@ -384,7 +384,7 @@ def _write_and_dump(job: CheckpointJob, draft: Draft, held: HeldDump) -> Gpusnap
             job.pages.write_durably(held.check)
         assert job.record is not None
         draft.prepare(_with_regions(job, job.record))
-        calling_podman.check_podman(job.podman)
+        caller.check_podman(job.podman)
         if job.remover is not None:
             left_stopped.check_remover(job.remover)
         stop_if_asked()

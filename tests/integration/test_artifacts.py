@@ -516,6 +516,17 @@ def test_archives_and_a_registry(store: Store, registry: str, tmp_path: Path) ->
     Container.restore("w", again).goes_on()
 
 
+def test_an_archive_that_is_copied_into_a_store(store: Store, tmp_path: Path) -> None:
+    """The checkpoint is restored from there, as any other."""
+    container = Container.start("w", options=["--cgroups=split"])
+    good(gpusnap("checkpoint", "w", "--to", tmp_path / "w.tar"))
+    container.remove()
+    good(gpusnap("copy", tmp_path / "w.tar", "w:copied"))
+    (tmp_path / "w.tar").unlink()
+    good(gpusnap("restore", "w:copied"))
+    container.goes_on()
+
+
 def test_a_self_contained_archive_of_a_store_s(store: Store, registry: str, tmp_path: Path) -> None:
     """What a store had is in the archive that `pull -o` writes, CRIU's images, too."""
     container = Container.start("w", *WORK)
@@ -633,6 +644,19 @@ def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str, ends_at_dump: 
     if to == "store":
         good(gpusnap("gc"))
     good(podman("container", "restore", "--import", archive))
+    container.goes_on()
+
+
+def test_a_failure_of_one_that_podman_does_not_import(store: Store) -> None:
+    """The message has commands that restore a container of Quadlet's all the same."""
+    label = ("--label", "PODMAN_SYSTEMD_UNIT=w.service")
+    container = Container.start("w", *WORK, options=["--rm", "--cgroups=split", *label])
+    said = sentence(broken_checkpoint("store", "w", *ENDS_AT_DUMP))
+    (command,) = re.findall(r"(gpusnap copy \S+ w:kept && gpusnap restore w:kept) restores it", said)
+    removed(container)
+    (archive,) = re.findall(r"w: gpusnap restore (\S+) restores it", gpusnap("recover").err)
+    assert f"gpusnap copy {archive} NAME" in sentence(gpusnap("restore", archive))
+    good(run("sh", "-c", command))
     container.goes_on()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from storehost import PLAIN, done, empty_store, gpusnap
-from support import Container, good, podman, run, sentence
+from support import GPUWORK, GPUWORK_LINE, Container, good, podman, run, sentence
 
 from gpusnap.oci.store.store import Store
 
@@ -96,6 +97,37 @@ def test_a_second_copy_has_other_ports(store: Store) -> None:
     Container("w").goes_on()
     Container("second").goes_on()
     assert run("podman", "port", "second").out.endswith(":18081\n")
+
+
+def test_a_container_that_notifies(store: Store, tmp_path: Path) -> None:
+    """With --sdnotify=container, as Quadlet's Notify=true: conmon has the directory for its socket."""
+    words = [
+        "--name",
+        "w",
+        "--sdnotify=container",
+        "--device",
+        "nvidia.com/gpu=0",
+        "-v",
+        f"{GPUWORK}:/gpuwork",
+    ]
+    line = ["podman", "--runtime", "gpusnap-runtime", "run", "-d", *words, "localhost/base", *GPUWORK_LINE]
+    container, archive = Container("w"), tmp_path / "w.tar"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(str(tmp_path / "notify"))
+        good(run(*line, env={**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")}))
+        container.goes_on()
+        good(gpusnap("checkpoint", "w", "--name", "w:1"))
+        container.remove()
+        good(gpusnap("restore", "w:1"))
+        container.goes_on()
+        good(gpusnap("restore", "w:1", "--name", "second"))
+        Container("second").goes_on()
+        good(gpusnap("checkpoint", "w", "--to", archive))
+        container.remove()
+        assert f"run gpusnap copy {archive} NAME" in sentence(gpusnap("restore", archive))
+        good(gpusnap("copy", archive, "w:2"))
+        good(gpusnap("restore", "w:2"))
+        container.goes_on()
 
 
 def test_several(store: Store, tmp_path: Path) -> None:

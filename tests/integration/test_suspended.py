@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ import waiting
 from conftest import SRC
 from holding import held
 from storehost import COMMAND, PLAIN, PLAIN_BUT_RUNTIME, STORE, done, empty_store, gpusnap
-from support import GPUS_CONF, Container, faults, good, kill_at, podman, run, sentence, until
-from suspendhost import nothing_left, resumed, suspended, usage
+from support import DEADLINE, GPUS_CONF, Container, faults, good, kill_at, podman, run, sentence, until
+from suspendhost import ends_without_a_trace, nothing_left, resumed, suspended, usage
 
 from gpusnap.oci.store.paths import PRECIOUS
 from gpusnap.oci.store.store import Store
@@ -173,6 +174,60 @@ def test_a_restore_after_an_update(real: str, tmp_path: Path) -> None:
         container = Container("w")
         container.goes_on()
         container.remove()
+
+
+def test_a_health_check_during_a_checkpoint(store: Store) -> None:
+    """It fails, as nothing can run in the container; Podman does not end it for that."""
+    checked = ("--health-cmd", "true", "--health-interval", "disable", "--health-retries", "1")
+    container = Container.start("w", options=(*checked, "--health-on-failure", "kill"))
+    suspended(container)
+    with overrides.order(container.id, pages="chunks", asleep=True):
+        good(podman("unpause", "w"))  # as for Podman's checkpoint
+        failed = podman("healthcheck", "run", "w")
+        good(podman("pause", "w"))
+    assert "container w is suspended, so its health check fails" in sentence(failed)
+    assert container.inspect()["State"]["Health"]["FailingStreak"] == 1
+    resumed(container)
+    suspended(container)
+    with overrides.order(container.id, pages="chunks", asleep=True):
+        good(podman("unpause", "w"))
+        good(podman("kill", "w"))
+    ends_without_a_trace()
+
+
+def test_a_health_check_that_runs_meanwhile(store: Store, tmp_path: Path) -> None:
+    """Podman does not see that it takes too long, and does not end the container."""
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    options = [
+        "-v",
+        f"{tmp_path}:{tmp_path}",
+        "--health-cmd",
+        f"touch {begun}; until test -e {go}; do :; done",
+    ]
+    options += ["--health-interval", "disable", "--health-retries", "1", "--health-timeout", "10m"]
+    container = Container.start("w", options=(*options, "--health-on-failure", "kill"))
+    check = ["podman", "--runtime", "gpusnap-runtime", "healthcheck", "run", container.id]
+    with waiting.Process(check, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as checking:
+        until(begun.exists, "the check has begun")
+        suspended(container)
+        assert checking.wait(DEADLINE)
+    go.touch()
+    resumed(container)
+    assert container.inspect()["State"]["Health"]["FailingStreak"] == 0
+
+
+def test_one_that_is_ended_during_its_checkpoint(store: Store, tmp_path: Path) -> None:
+    """The checkpoint is made, and nobody says that the container stays suspended."""
+    suspended(Container.start("w"))
+    real, wrapper = shutil.which("podman"), tmp_path / "podman"
+    wrapper.write_text(f'#!/bin/sh\n[ "$1" != pause ] || {real} kill w >&2\nexec {real} "$@"\n')
+    wrapper.chmod(0o755)
+    said = run(COMMAND, "checkpoint", "w", env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert said.code == 0, said.err
+    assert "w has stopped; to continue it: gpusnap restore w" in said.err
+    assert "GPS-021" not in said.err
+    assert len(store.entries()) == 1
+    ends_without_a_trace()
 
 
 def test_plain_podman_does_not_checkpoint_it(crun: None, tmp_path: Path) -> None:

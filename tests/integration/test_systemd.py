@@ -219,6 +219,40 @@ def test_quadlet_over_a_boot(store: Store) -> None:
         assert machine.run("podman", "ps", "--all", "--quiet").out == ""
 
 
+def test_units_that_would_end_it_or_start_it_anew(store: Store) -> None:
+    """A checkpoint says that; a suspend that a watchdog would end is refused."""
+    install_quadlet()
+    text = (QUADLETS / "server.container").read_text()
+    wanted = "[Service]\nRestart=always\n"
+    (QUADLETS / "server.container").write_text(text + wanted)
+    (QUADLETS / "once.container").write_text(
+        text.replace("ContainerName=server", "ContainerName=once") + wanted + "RestartPreventExitStatus=137\n"
+    )
+    (QUADLETS / "strict.container").write_text(
+        text.replace("ContainerName=server", "ContainerName=strict") + "[Service]\nWatchdogSec=1h\n"
+    )
+    with booted() as machine:
+        good(machine.run("systemctl", "start", "server.service", "once.service", "strict.service"))
+        until(lambda: all(len(ticks(machine, each)) > 2 for each in ("server", "once", "strict")), "ticks")
+        before = container_id(machine)
+        done = machine.run(COMMAND, "checkpoint", "server", "--leave-running")
+        assert ": systemctl stop server.service && gpusnap restore server:" in done.err
+        done = machine.run(COMMAND, "checkpoint", "server")
+        assert (done.code, "server.service has Restart=always" in done.err) == (0, True), done.err
+        until(lambda: machine.state("server.service", "NRestarts") == "1", "systemd starts it anew")
+        until(lambda: machine.state("server.service") == "active", "it runs")
+        assert container_id(machine) != before
+        done = machine.run(COMMAND, "restore", "server")
+        assert (done.code, "first: systemctl stop server.service" in done.err) == (1, True), done.err
+        done = machine.run(COMMAND, "checkpoint", "once")
+        assert (done.code, "GPS-224" in done.err) == (0, False), done.err
+        until(lambda: machine.state("once.service") == "failed", "its end")
+        assert machine.state("once.service", "NRestarts") == "0"
+        done = machine.run(COMMAND, "suspend", "strict")
+        assert (done.code, "(WatchdogSec= of strict.service)" in done.err) == (1, True), done.err
+        good(machine.run("systemctl", "stop", "server.service", "strict.service"))
+
+
 def container_id(machine: Machine) -> str:
     return good(machine.run("podman", "container", "inspect", "--format", "{{.Id}}", "server"))
 

@@ -45,6 +45,8 @@ from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 _MOST_THREADS = 16
+_NOTIFY = "notify"
+"""The directory of the socket to which a container reports its state (libpod, mountNotifySocket)."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -71,6 +73,24 @@ def make_importable(config: bytes) -> bytes:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return config
     return json.dumps(value).encode()
+
+
+def can_import(config: bytes) -> bool:
+    """Return whether Podman imports its own export of a container, by its config.dump."""
+    return make_importable(config) is config and not has_notify_socket(config)
+
+
+def has_notify_socket(config: bytes) -> bool:
+    """Return whether conmon makes a socket for a container, by its config.dump (--sdnotify=container).
+
+    Podman makes its directory, which is mounted in the container, for a new container, but not in an import:
+    conmon ends without a message (libpod, mountNotifySocket; conmon, setup_notify_socket).
+    """
+    try:
+        value = parse_json(config)
+        return value["sdnotifyMode"] == "container" and bool(value["sdnotifySocket"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 class ArchiveWriter:
@@ -100,17 +120,22 @@ class ArchiveWriter:
         """
         self._check(layer)
         dumps: set[str] = set()
+        notifies = False
         for entry in self._entries(layer):
             if entry.name in FIRST and entry.name not in dumps:
                 dumps.add(entry.name)
                 if entry.name == FIRST[0] and entry.content is not None and entry.info.size <= LARGEST_DUMP:
                     config = make_importable(entry.content.read(LARGEST_DUMP))
+                    notifies = has_notify_socket(config)
                     entry.info.size = len(config)
                     self._writer.add(entry.info, io.BytesIO(config))
                 else:
                     self._writer.add(entry.info, entry.content)
                 if len(dumps) == len(FIRST):
                     break
+        if notifies:  # Podman unpacks the archive into the container's directory
+            self._writer.add(tar.folder_entry(_NOTIFY, 0o755))
+            dumps.add(_NOTIFY)
         self.write_others(layer, images, dumps)
         self._report(layer.size)
 

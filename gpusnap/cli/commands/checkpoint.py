@@ -384,10 +384,12 @@ def _describe_way_back(request: checkpointing.CheckpointRequest, made: checkpoin
     else:
         word = made.name if request.name or request.leave_running or made.is_suspended else _short_name(made)
     restore = f"gpusnap restore {word}"
-    if made.is_suspended or request.leave_running:
+    if made.is_suspended or (request.leave_running and made.container.status == "running"):
         state = "stays suspended" if made.is_suspended else "continues to run"
-        back = f"podman rm --force --time 0 {name} && {restore}"
-        return f"{name} {state}; to go back to this checkpoint: {back}"
+        from gpusnap.engines import systemd_unit
+
+        remove = systemd_unit.make_removal(made.container, "--time", "0")
+        return f"{name} {state}; to go back to this checkpoint: {remove} && {restore}"
     removed = " and was removed (--rm)" if auto_remove else ""
     return f"{name} has stopped{removed}; to continue it: {restore}"
 

@@ -29,7 +29,7 @@ from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.checkpoints.names import dated_name, store_name
 from gpusnap.checkpoints.statistics import measure_stopped
 from gpusnap.container_hooks.commands import run_around_checkpoint
-from gpusnap.engines import podman, podman_objects, podman_work
+from gpusnap.engines import podman, podman_objects, podman_work, systemd_unit
 from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import list_names
@@ -57,6 +57,7 @@ from gpusnap.runtime_shim.base.errors import (
 from gpusnap.runtime_shim.base.import_ahead import import_meanwhile
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.base.threads import run_meanwhile
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import left_stopped
@@ -133,8 +134,11 @@ class CheckpointResult:
 
     @property
     def is_suspended(self) -> bool:
-        """Return whether the container is suspended: Podman checkpoints no other container that is paused."""
-        return self.container.status == "paused"
+        """Return whether the container is suspended, and has not ended meanwhile.
+
+        Podman checkpoints no other container that is paused.
+        """
+        return self.container.status == "paused" and proc.is_running(self.container.init)
 
 
 def checkpoint(
@@ -157,6 +161,8 @@ def checkpoint(
         request = replace(request, leave_running=True, asleep=True)
     podman.check(found, asleep=asleep)
     podman_objects.check_options(found, force=request.force)
+    if not request.leave_running:
+        systemd_unit.note_restart(found)
     # A suspended container can run no command.
     commands = (
         nullcontext()
@@ -305,9 +311,11 @@ def _open_staging(
         f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(request.to, locator.InStore) else ""
     )
     volumes = ", with --ignore-volumes if all of its volumes still exist" if found.volumes else ""
+    # Podman does not import what Quadlet has created; for an archive, gpusnap says what to do.
+    command = "gpusnap restore" if systemd_unit.has_created(found) else "podman container restore --import"
     why = (
-        f"what Podman exported of the container {found.name}: {environment}podman container restore "
-        f"--import {archive} restores it{volumes}; when it is no longer needed, remove {staging.path}"
+        f"what Podman exported of the container {found.name}: {environment}{command} {archive} "
+        f"restores it{volumes}; when it is no longer needed, remove {staging.path}"
     )
 
     def keep() -> str:
@@ -487,11 +495,12 @@ def _show_as_running(found: podman.Container) -> Iterator[None]:
         except AlreadyPaused:  # Podman was interrupted before it did what go_on asks for
             pass
         except GpusnapError as error:  # its processes are stopped in any case, and the checkpoint can be made
-            note(
-                f"Podman lists the suspended container {found.name} as running: {error}; gpusnap recover "
-                "corrects that",
-                code="GPS-021",
-            )
+            if proc.is_running(found.init):  # nobody has ended it meanwhile
+                note(
+                    f"Podman lists the suspended container {found.name} as running: {error}; gpusnap recover "
+                    "corrects that",
+                    code="GPS-021",
+                )
 
 
 def _measure_gpu_memory(export: Export) -> int:

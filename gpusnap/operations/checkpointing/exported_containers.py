@@ -17,6 +17,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.annotations import time_of
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import BLOBS, CONFIG, FIRST, LARGEST_DUMP
+from gpusnap.checkpoints.names import container_name
 from gpusnap.engines.podman import is_exporting
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
@@ -46,6 +47,8 @@ class ExportedContainer:
     """The chunks that its restore reads from a store."""
     store: str
     """The path of the store that has them, or may have them."""
+    config: bytes = b""
+    """Its config.dump."""
 
     @property
     def chunks(self) -> frozenset[str]:
@@ -55,7 +58,8 @@ class ExportedContainer:
     def make_command(self) -> str:
         """Return the command with which Podman restores it; Podman is asked for its volumes."""
         variable = "" if locator.is_default(self.store) else f"GPUSNAP_STORE={shlex.quote(self.store)} "
-        return make_import_command(self.left.archive, self.volumes, variable)
+        name = container_name(self.name, self.id)
+        return make_import_command(self.left.archive, self.volumes, variable, name=name, config=self.config)
 
 
 def read(left: LeftExport, store: str, *, within: float = deadlines.PATIENCE) -> ExportedContainer:
@@ -108,4 +112,6 @@ def _read(left: LeftExport, store: str) -> ExportedContainer:
         container_id, name = str(config["id"]), str(config["name"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise GpusnapError(f"{left.archive}: {FIRST[0]} does not name a container: {error!r}") from error
-    return ExportedContainer(container_id, name, created, volumes, left, needed, store)
+    return ExportedContainer(
+        container_id, name, created, volumes, left, needed, store, found.get(FIRST[0], b"")
+    )

@@ -15,6 +15,10 @@ from contextlib import closing, contextmanager, suppress
 from typing import Literal
 
 from gpusnap.base.user_errors import NotFound, make_told_error
+from gpusnap.checkpoints.formats.entries import read_member
+from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
+from gpusnap.checkpoints.formats.podman_writer import can_import
+from gpusnap.checkpoints.names import container_name
 from gpusnap.checkpoints.volumes import label
 from gpusnap.container_hooks.commands import run_after_bring_back
 from gpusnap.engines import podman, podman_work
@@ -206,12 +210,22 @@ def is_whole(archive: str) -> bool:
 
 
 def make_import_command(
-    archive: str, volumes: Collection[str], environment: str, *, ignore: bool = False
+    archive: str,
+    volumes: Collection[str],
+    environment: str,
+    *,
+    name: str,
+    config: bytes,
+    ignore: bool = False,
 ) -> str:
     """Return the command that restores a container from its export, as a shell reads it.
 
-    `volumes`: its named volumes, for which Podman is asked. `environment`: as in Export.
+    `volumes`: its named volumes, for which Podman is asked. `environment`: as in Export. `name`: that of its
+    checkpoints in a store. `config`: its config.dump. What Podman does not import, such as a container of
+    Quadlet's, is copied into the store first.
     """
+    if not can_import(config):
+        return _make_copy_command(archive, environment, f"{name}:kept")
     lost, options = _find_lost_volumes(volumes, ignore=ignore)
     path = shlex.quote(archive)
     commands = [
@@ -221,6 +235,14 @@ def make_import_command(
     ]
     restore = f"{environment}podman container restore --import {path}"
     return " && ".join((*commands, " ".join((restore, *options))))
+
+
+def _make_copy_command(archive: str, environment: str, target: str) -> str:
+    for word in shlex.split(environment):
+        target = f"oci:{word.partition('=')[2]}:{target}"
+    return (
+        shlex.join(("gpusnap", "copy", archive, target)) + " && " + shlex.join(("gpusnap", "restore", target))
+    )
 
 
 def _find_lost_volumes(volumes: Collection[str], *, ignore: bool) -> tuple[list[str], list[str]]:
@@ -329,8 +351,16 @@ def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> Gpusn
             archives.sync(kept)  # Podman does not
         except OSError as failed:
             unsynced = f", but cannot be flushed to disk: {reason(failed)}"
+        config = b""
+        with suppress(OciError):
+            config = read_member(kept, FIRST[0], limit=LARGEST_DUMP) or b""
         command = make_import_command(
-            kept, export.found.volumes, export.environment, ignore=export.ignore_volumes
+            kept,
+            export.found.volumes,
+            export.environment,
+            name=container_name(name, export.found.id),
+            config=config,
+            ignore=export.ignore_volumes,
         )
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(

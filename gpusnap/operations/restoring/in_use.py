@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from gpusnap.base.user_errors import NotFound
-from gpusnap.engines import podman
+from gpusnap.engines import podman, systemd_unit
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.snapshot.records import suspensions
@@ -105,7 +105,7 @@ def _container(wanted: str) -> GpusnapError:
             f"Podman already has a container {wanted}, and it is {state}",
             hint=f"{f'{command} continues it; ' if command else ''}give a second copy another name with "
             "--name; to return to the checkpoint, and lose what the container has done since, remove it "
-            f"first: podman rm --force {wanted}",
+            f"first: {systemd_unit.make_removal(there)}",
             code="GPS-508",
         )
     return GpusnapError(

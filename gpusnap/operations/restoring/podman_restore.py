@@ -206,7 +206,15 @@ class PodmanRestore:
 
     def _restore_archive(self, path: str) -> RestoredContainer:
         self.progress.stage(f"looking through {path}")
-        choice = volumes.choose(_check_files(path), ignore=self.request.ignore_volumes)
+        found = _check_files(path)
+        if found.notifies:
+            raise GpusnapError(
+                "Podman cannot import a container that reports its state to systemd (--sdnotify=container, "
+                "Notify=true): its archive has no directory for the socket",
+                hint=f"run gpusnap copy {path} NAME, then gpusnap restore NAME: from a store it can be "
+                "restored",
+            )
+        choice = volumes.choose(found, ignore=self.request.ignore_volumes)
         try:
             return self._run(path, {}, choice)
         except GpusnapError as error:

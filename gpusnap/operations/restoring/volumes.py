@@ -15,6 +15,7 @@ from gpusnap.base.user_errors import Killed
 from gpusnap.checkpoints import volumes as records
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
+from gpusnap.checkpoints.formats.podman_writer import has_notify_socket
 from gpusnap.engines import podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.oci.base.json_text import parse_json
@@ -43,6 +44,8 @@ class PodmanObjects:
     """It may have annotations or labels of ours."""
     container: str = ""
     """The container's ID in the checkpoint: likewise any text."""
+    notifies: bool = False
+    """conmon makes a socket for it (--sdnotify=container)."""
 
 
 def list_volumes(config: bytes) -> tuple[str, ...]:
@@ -59,7 +62,7 @@ def find_objects(found: Iterable[Entry]) -> PodmanObjects:
     names: tuple[str, ...] = ()
     pod = name = container = ""
     there: set[str] = set()
-    annotated = False
+    annotated = notifies = False
     for entry in found:
         if entry.name in FIRST and entry.content is not None:
             content = entry.content.read(LARGEST_DUMP)
@@ -68,9 +71,10 @@ def find_objects(found: Iterable[Entry]) -> PodmanObjects:
                 names = list_volumes(content)
                 pod, name = read_text(content, "pod"), read_text(content, "name")
                 container = read_text(content, "id")
+                notifies = has_notify_socket(content)
         elif volume := records.name_of(entry.name) or records.name_in_chunks(entry.name):
             there.add(volume)
-    return PodmanObjects(names, frozenset(there), pod, name, annotated, container)
+    return PodmanObjects(names, frozenset(there), pod, name, annotated, container, notifies)
 
 
 def read_text(config: bytes, key: str) -> str:

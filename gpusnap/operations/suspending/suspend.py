@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 from gpusnap.container_hooks.commands import run_around_suspend
+from gpusnap.engines import podman, systemd_unit
 from gpusnap.operations.suspending import budget, targets
 from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.moved import MovedContainer
@@ -42,6 +43,11 @@ def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") ->
         said = recover_restore.recover(container.key, driver, remove=False)
         note(f"an earlier restore was interrupted; {said}", code="GPS-022")
     room = partial(budget.claim_room, settings, leaving=leaving)
+    found = early.container.container() if engine.kind == "podman" else None
+    if found is not None:
+        systemd_unit.check_watchdog(found)
     with run_around_suspend(engine.kind, early.container):
         done, steps = suspending.suspend(container, real, settings, driver, engine, room=room)
+        if found is not None:
+            podman.end_health_checks(found)
     return MovedContainer(done, time.monotonic() - began, steps)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 from gpusnap.runtime_shim.process import proc
@@ -37,6 +38,15 @@ def podman_of(conmon: Sequence[str], container: str) -> tuple[str, ...]:
     ours = container in _iterate_values(conmon, "-c") and container in arguments[at + 2 :]
     (path,) = [*program][:1] or [""]
     return (path, *arguments[:at]) if ours and at >= 0 and os.path.basename(path) == PODMAN else ()
+
+
+def is_podman(pid: int) -> bool:
+    """Return whether a process runs the program of Podman, under whatever name."""
+    if proc.comm(pid) == PODMAN:
+        return True
+    with suppress(OSError):
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == PODMAN
+    return False
 
 
 def _iterate_values(words: Sequence[str], option: str) -> Iterator[str]:

@@ -32,6 +32,7 @@ Update = Callable[[Sequence[Node]], Sequence[Node]]
 """Makes a container's runtime allow what its configuration gives it; returns which nodes: see `update`."""
 
 _SECONDS = 30.0  # for the runtime
+_MEMBERS = os.O_WRONLY | os.O_CLOEXEC
 
 
 def check(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> None:
@@ -133,13 +134,21 @@ def _open(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
 def _ask(group: str, own: str, paths: Sequence[str]) -> list[str]:
     """Return, in a child, which of these nodes a process of that cgroup may not open, without opening any."""
     there = [path for path in paths if exists(path)]
-    _enter(group)
+    # The way back first: a child that stays there is frozen with the container, and seized by CRIU.
+    back = os.open(f"{own}/cgroup.procs", _MEMBERS)
     try:
-        return [path for path in there if not os.access(path, os.R_OK | os.W_OK)]
+        _enter(group)
+        try:
+            return [path for path in there if not os.access(path, os.R_OK | os.W_OK)]
+        finally:
+            os.write(back, b"0")
     finally:
-        _enter(own)
+        os.close(back)
 
 
 def _enter(group: str) -> None:
-    with open(f"{group}/cgroup.procs", "w", encoding="ascii") as file:
-        file.write("0")
+    members = os.open(f"{group}/cgroup.procs", _MEMBERS)
+    try:
+        os.write(members, b"0")
+    finally:
+        os.close(members)

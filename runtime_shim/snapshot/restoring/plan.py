@@ -21,6 +21,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Host
 from gpusnap.runtime_shim.gpu.cdi import folders as cdi
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import DriverFiles, find_files
 from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.records.manifest import FOLDER
 from gpusnap.runtime_shim.runtime import bundle, loopback
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
@@ -37,9 +38,9 @@ from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request, li
 from gpusnap.runtime_shim.snapshot.loading import join
 from gpusnap.runtime_shim.snapshot.loading.join import JoinedImages
 from gpusnap.runtime_shim.snapshot.loading.prefetch import Prefetch
-from gpusnap.runtime_shim.snapshot.loading.source import BlobSource, ImageRebuild
+from gpusnap.runtime_shim.snapshot.loading.source import STORE, BlobSource, ImageRebuild
 from gpusnap.runtime_shim.snapshot.memory import bulk_copy, transfer
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
+from gpusnap.runtime_shim.snapshot.memory.destination import ImageDestination, StoreDestination
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, claim
@@ -117,15 +118,15 @@ def _start_reading(job: RestoreJob) -> ImageRebuild | JoinedImages | None:
     memory = job.settings.memory
     images: ImageRebuild | JoinedImages | None = None
     has_regions = job.driver is not None and any(process.regions for process in job.record.processes)
-    joined = None
-    if job.record.pages == StoreDestination.kind:
+    joined, is_stored = None, _is_in_store(job)
+    if is_stored:
         joined = join.join(job.record, job.key, memory)
         if joined is not None:
             job.cleanup.callback(joined.close)
     job.joined_regions = joined is not None and bool(joined.regions)
     if has_regions and not job.joined_regions:
         space.check_memory_to_restore(job.record, memory)
-    if job.record.pages == StoreDestination.kind:
+    if is_stored:
         blob_source = job.blob_source = job.cleanup.enter_context(
             BlobSource.from_settings(job.record, job.images, job.settings.store)
         )
@@ -144,6 +145,14 @@ def _start_reading(job: RestoreJob) -> ImageRebuild | JoinedImages | None:
     elif joined is not None:
         joined.drop_areas()
     return images
+
+
+def _is_in_store(job: RestoreJob) -> bool:
+    """Return whether the memory is in a store, as that of a checkpoint that came there as an archive."""
+    if job.record.pages == StoreDestination.kind:
+        return True
+    beside = os.path.join(job.images, FOLDER, "blobs")
+    return job.record.pages == ImageDestination.kind and STORE in os.environ and not os.path.isdir(beside)
 
 
 def _rebuild(job: RestoreJob, blob_source: BlobSource, folder: str) -> ImageRebuild:

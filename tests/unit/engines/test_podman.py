@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +107,20 @@ def test_a_list_twice(fake: FakePodman) -> None:
         assert asked.ids() == {"a" * 64}
         fake.lists("b" * 64)
         assert asked.ids() == {"b" * 64}
+
+
+@pytest.mark.parametrize(
+    ("action", "said"), [("none", ""), ("kill", ""), ("stop", "=stop"), ("restart", "=restart")]
+)
+def test_a_health_check_that_would_end_it(fake: FakePodman, action: str, said: str) -> None:
+    """A suspended container is not shown as running to Podman, where only a kill can be refused."""
+    fake.has(status="paused", Config={"HealthcheckOnFailureAction": action})
+    found = podman.inspect_container("w")
+    assert found.on_failure == ("" if action == "none" else action)
+    failing = pytest.raises(ContainerError, match=rf"would end it \(--health-on-failure{said}\)")
+    with failing if said else nullcontext():
+        podman.check(found, asleep=True)
+    podman.check(replace(found, status="running"))
 
 
 def test_no_podman(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gpusnap.checkpoints.formats.podman_writer import make_importable
+from gpusnap.checkpoints.formats.podman_writer import has_notify_socket, make_importable
 
 
 def test_a_container_of_quadlet() -> None:
@@ -14,6 +14,22 @@ def test_a_container_of_quadlet() -> None:
     config = {"name": "w", "cgroupsMode": "split", "cgroupParent": "/libpod_parent", "id": "1"}
     found = json.loads(make_importable(json.dumps(config).encode()))
     assert found == {"name": "w", "cgroupsMode": "split", "id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("config", "there"),
+    [
+        (b'{"sdnotifyMode": "container", "sdnotifySocket": "/run/systemd/notify"}', True),
+        (b'{"sdnotifyMode": "container", "sdnotifySocket": ""}', False),
+        (b'{"sdnotifyMode": "conmon", "sdnotifySocket": "/run/systemd/notify"}', False),
+        (b'{"sdnotifyMode": "container"}', False),
+        (b"[]", False),
+        (b"no JSON", False),
+    ],
+)
+def test_a_container_that_notifies(config: bytes, there: bool) -> None:
+    """conmon makes a socket in a directory of the container, which an import does not make."""
+    assert has_notify_socket(config) is there
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,11 @@ def test_its_volumes(host_store: Store, tmp_path: Path, monkeypatch: pytest.Monk
     left = LeftExport("/x.tar", host_store.path, "")
     found = exported_containers.ExportedContainer("c0ffee", "k", "", ["data"], left, (), host_store.path)
     assert found.make_command() == "podman container restore --import /x.tar --ignore-volumes"
+    # Podman does not import it (Quadlet).
+    quadlet = replace(found, config=b'{"cgroupsMode": "split", "cgroupParent": "/libpod_parent"}')
+    assert quadlet.make_command() == "gpusnap copy /x.tar k:kept && gpusnap restore k:kept"
+    elsewhere = replace(quadlet, store="/a b").make_command()
+    assert elsewhere == "gpusnap copy /x.tar 'oci:/a b:k:kept' && gpusnap restore 'oci:/a b:k:kept'"
 
 
 def test_with_its_memory(tmp_path: Path) -> None:

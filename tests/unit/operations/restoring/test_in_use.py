@@ -73,7 +73,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
             (
                 "Podman already has a container w, and it is running; give a second copy another name with "
                 "--name; to return to the checkpoint, and lose what the container has done since, remove it "
-                "first: podman rm --force w [GPS-508]"
+                "first: podman rm --force other [GPS-508]"
             ),
         ),
     ],

@@ -315,7 +315,8 @@ def test_what_a_restore_left_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         monkeypatch.setattr(module, name, made)
     container: Any = SimpleNamespace(key=ONE.key, annotations={})
-    early: Any = SimpleNamespace(driver=FakeDriver, container=None)
+    found = podman.Container("1" * 64, "w", "gpusnap-runtime", "running")
+    early: Any = SimpleNamespace(driver=FakeDriver, container=SimpleNamespace(container=lambda: found))
     engine: Any = SimpleNamespace(kind="podman")
     suspending.suspend_this((engine, container, None), early)  # type: ignore[arg-type]
     assert did == [f"recover {ONE.key}", "suspend"]

@@ -78,6 +78,25 @@ def test_nothing_to_mend(bundle: Path, mounts: list[Any]) -> None:
     assert os.stat(bundle / "config.json").st_ino == before.st_ino
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_notify_socket_of_another_id(bundle: Path, there: bool) -> None:
+    """The directory of the container itself is mounted, if there is one."""
+    theirs, own = "/storage/of-another/userdata/notify", str(bundle / "notify")
+    if there:
+        os.mkdir(own)
+    prepare(
+        str(bundle),
+        write(
+            bundle,
+            {"destination": "/run/notify", "type": "bind", "source": theirs, "options": ["bind"]},
+            {"destination": "/run/other", "type": "bind", "source": theirs, "options": ["bind"]},
+            {"destination": "/run/notify", "type": "bind", "source": "/srv/notify", "options": ["bind"]},
+        ),
+    )
+    found = json.loads((bundle / "config.json").read_text())["mounts"]
+    assert [each["source"] for each in found] == [own if there else theirs, theirs, "/srv/notify"]
+
+
 def test_bundle_that_cannot_be_written(bundle: Path) -> None:
     """One sentence that names the file."""
     config = write(bundle, {"destination": "/a", "source": "/etc", "options": ["bind"]})

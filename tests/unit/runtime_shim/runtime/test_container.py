@@ -106,6 +106,17 @@ def test_names_of_cgroups(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert pids(13, "a1") == {13}
 
 
+@pytest.mark.parametrize(
+    ("path", "folder"), [("/", "/sys/fs/cgroup"), ("/..a/b", "/sys/fs/cgroup/..a/b"), ("/../../b", None)]
+)
+def test_the_directory_of_a_cgroup(monkeypatch: pytest.MonkeyPatch, path: str, folder: str | None) -> None:
+    """One outside the cgroup namespace has none: the path would lead to another place, such as the root."""
+    mount = proc.Mount("0:26", "/", "/sys/fs/cgroup", (), (), "cgroup2")
+    monkeypatch.setattr(proc, "mounts", lambda _: [mount])
+    monkeypatch.setattr(proc, "cgroups", lambda _: {"": path})
+    assert container.cgroup_folder(7) == folder
+
+
 @needs_pid_namespace
 def test_pid_namespace() -> None:
     """Everything in init's PID namespace, with the PIDs that a restore will bring back."""

@@ -90,7 +90,7 @@ def test_ours(args: list[str]) -> None:
 @pytest.mark.parametrize("args", (lines.PASS | lines.UNCOMMON).values(), ids=lines.PASS | lines.UNCOMMON)
 def test_pass(args: list[str]) -> None:
     whose, at, _ = entry.read(args)
-    assert whose == (entry.WATCHED if args[at : at + 1] == ["delete"] else entry.PASS)
+    assert whose == (entry.WATCHED if args[at : at + 1] in (["delete"], ["kill"]) else entry.PASS)
 
 
 @pytest.mark.parametrize("args", lines.VERSION.values(), ids=lines.VERSION)

@@ -812,11 +812,18 @@ def test_the_journal_says_that_memory_is_on_its_way(scene: Scene, coming: list[i
     assert len(told) == 4
 
 
-@pytest.mark.parametrize("pages", ["chunks", "store"])
+@pytest.mark.parametrize(
+    ("pages", "beside"),
+    [("chunks", True), ("chunks", False), ("store", False)],
+    ids=["archive", "copied", "store"],
+)
 def test_the_disk_of_its_store_is_measured(
-    scene: Scene, coming: list[int], monkeypatch: pytest.MonkeyPatch, pages: str
+    scene: Scene, coming: list[int], monkeypatch: pytest.MonkeyPatch, pages: str, beside: bool
 ) -> None:
-    """By what reads the memory; a checkpoint that has its chunks beside it has nothing to measure."""
+    """By what reads the memory; a checkpoint that has its chunks beside it has nothing to measure.
+
+    One that was copied from an archive into a store has them there.
+    """
     given: list[tuple[Any, ...]] = []
 
     class Measured(Coming):
@@ -829,10 +836,12 @@ def test_the_disk_of_its_store_is_measured(
     record = replace(manifest_file.read(str(scene.image)), pages=pages)
     shutil.rmtree(scene.image)
     image(scene, record)
+    if beside:
+        os.mkdir(scene.image / "gpusnap/blobs")
     assert scene.restore("--detach").code == 0
     ((*_, fetching, _, _, meter),) = given
-    assert isinstance(fetching, BlobSource) == (pages == "store")
-    assert meter is (fetching.meter if pages == "store" else None)
+    assert isinstance(fetching, BlobSource) != beside
+    assert meter is (None if beside else fetching.meter)
 
 
 def test_the_bytes_come_from_the_first_moment(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,17 @@ def test_a_runtime_that_fails(tmp_path: Path) -> None:
     container = Container("abc", 7, "running", str(tmp_path), {})
     with pytest.raises(GpusnapError, match=r"^crun 1\.21 update failed: why$"):
         device_access.update(RealRuntime(runtime, "crun", (1, 21)), container, NODES)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_child_that_cannot_return(tmp_path: Path, there: bool) -> None:
+    """It does not enter the container's cgroup, and makes no file in place of its own one."""
+    group, own, node = tmp_path / "group", tmp_path / "own", tmp_path / "node"
+    members, back = group / "cgroup.procs", own / "cgroup.procs"
+    for file in (members, node, *([back] if there else [])):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    with nullcontext() if there else pytest.raises(FileNotFoundError):
+        assert device_access._ask(str(group), str(own), [str(node), str(tmp_path / "none")]) == []
+    assert members.read_text() == ("0" if there else "")
+    assert back.read_text() == "0" if there else not back.exists()

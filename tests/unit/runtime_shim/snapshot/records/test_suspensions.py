@@ -24,6 +24,7 @@ from gpusnap.runtime_shim.base.errors import AlreadyPaused, ContainerError, Gpus
 from gpusnap.runtime_shim.base.transaction import Transaction
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import parse_map
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
@@ -161,6 +162,27 @@ def test_resume_is_refused() -> None:
     for stage in (Stage.UNDONE, Stage.RESUMED):
         suspensions.write(replace(found, stage=stage))
         assert answer("resume", "c0ffee") is None
+
+
+@pytest.mark.parametrize(
+    ("parent", "refused"),
+    [
+        (("podman", "healthcheck", "run", "c0ffee"), True),
+        (("/usr/bin/podman", "--log-level", "debug", "healthcheck", "run", "c0ffee"), True),
+        (("podman", "kill", "c0ffee"), False),
+        (("sh", "healthcheck"), False),
+    ],
+)
+def test_a_kill(monkeypatch: pytest.MonkeyPatch, parent: tuple[str, ...], refused: bool) -> None:
+    """Ends a suspended container, but not for its health check, which cannot run there."""
+    monkeypatch.setattr(proc, "comm", lambda _: os.path.basename(parent[0]))
+    monkeypatch.setattr(proc, "command", lambda _: parent)
+    suspensions.write(suspension())
+    with pytest.raises(ContainerError, match="w is suspended, so") if refused else nullcontext():
+        assert answer("kill", "c0ffee", "9") is None
+    assert answer("kill", "beef", "9") is None
+    suspensions.write(suspension(init=GONE))
+    assert answer("kill", "--all", "c0ffee", "9") is None
 
 
 def test_resume_of_one_that_is_being_suspended() -> None:

@@ -6,7 +6,6 @@ If it is Podman's API service, it keeps no copy of what it exports.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from itertools import pairwise
 
@@ -28,13 +27,13 @@ def find_podman(images: str, container: Container) -> int:
     it and this process is not watched.
     """
     parent = os.getppid()
-    if _is_podman(parent):
+    if conmon.is_podman(parent):
         return parent
     if images != os.path.join(container.bundle, "checkpoint"):
         return 0
     if not conmon.podman_of(proc.command(proc.parent(container.pid)), container.id):
         return 0
-    return -1 if _is_orphan() and not any(map(_is_podman, proc.list_ancestors(os.getpid()))) else 0
+    return -1 if _is_orphan() and not any(map(conmon.is_podman, proc.list_ancestors(os.getpid()))) else 0
 
 
 def check_podman(podman: int) -> None:
@@ -54,7 +53,7 @@ def refuse_to_remove(call: CheckpointCall, container: Container) -> None:
     """
     if call.leave_running or container.annotations.get(_REMOVED_BY_PODMAN) != "TRUE":
         return
-    podman = next(filter(_is_podman, proc.list_ancestors(os.getpid())), 0)
+    podman = next(filter(conmon.is_podman, proc.list_ancestors(os.getpid())), 0)
     if podman and ("system", "service") in pairwise(proc.command(podman)):
         raise Refused(
             f"container {container.id} has --rm, so Podman would remove it when this checkpoint ends it, "
@@ -78,12 +77,3 @@ def _is_orphan() -> bool:
     except OSError:  # it has just ended
         return True
     return os.getsid(0) != os.getpid() and (parent == 1 or session != os.getsid(0))
-
-
-def _is_podman(pid: int) -> bool:
-    """Return whether a process runs the program of Podman, under whatever name."""
-    if proc.comm(pid) == conmon.PODMAN:
-        return True
-    with contextlib.suppress(OSError):
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == conmon.PODMAN
-    return False
