@@ -169,16 +169,24 @@ def checkpoint(
         if asleep
         else run_around_checkpoint(found, progress, leave_running=request.leave_running)
     )
-    if isinstance(request.to, locator.InFile):
-        path = os.path.abspath(request.to.path)
+    path = os.path.abspath(request.to.path) if isinstance(request.to, locator.InFile) else ""
+    if path:
         locator.check_new_file(path)
-        with commands:
-            return _to_file(request, found, path, progress, began)
     if isinstance(request.to, locator.InRegistry):
         progress.stage(f"asking {request.to.reference.registry}")
         _ask(request.to, plain_http=request.plain_http)
-    with commands:
-        made = _to_store(request, found, progress, began)
+    made: CheckpointResult | None = None
+    try:
+        with commands:
+            if path:
+                made = _to_file(request, found, path, progress, began)
+            else:
+                made = _to_store(request, found, progress, began)
+    except ContainerError as error:
+        if made is not None:  # only the command after it failed
+            error.add_hint(f"the checkpoint is {made.file or f'{made.name} in {made.store}'}")
+        raise
+    assert made is not None
     if not isinstance(request.to, locator.InRegistry):
         return made
     try:

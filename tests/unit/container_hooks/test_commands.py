@@ -15,7 +15,7 @@ from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive, keep
 
 from gpusnap.base.progress import Progress
-from gpusnap.checkpoints.locator import InFile, InStore
+from gpusnap.checkpoints.locator import InFile, InStore, default_store
 from gpusnap.container_hooks import commands
 from gpusnap.container_hooks.pairs import CHECKPOINT, SUSPEND
 from gpusnap.engines import podman
@@ -197,8 +197,10 @@ def test_the_one_after_fails(fake: FakePodman) -> None:
     (fake.folder / "exec.sh").write_text('case "$*" in *up) echo why; exit 8;; esac\n')
     with pytest.raises(
         ContainerError, match=r"^the checkpoint is complete, but the command post-restore .* 8: why$"
-    ):
+    ) as raised:
         made(leave_running=True)
+    (entry,) = default_store().entries()
+    assert raised.value.hint.endswith(f"; the checkpoint is {entry.name} in {default_store().path}")
 
 
 def test_a_deadline(fake: FakePodman) -> None:
