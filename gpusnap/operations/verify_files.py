@@ -32,6 +32,7 @@ from gpusnap.oci.layout.digests import PREFIX
 from gpusnap.oci.layout.documents import OCTETS, Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Content, Entry
+from gpusnap.oci.tar.headers import begins_like_a_tar
 from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.process.memory.copy import cores
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
@@ -48,7 +49,6 @@ _IMAGES = "CRIU's images"
 _RECORDS = "Podman's records"
 _FILES = "the container's files"
 _TARS = (ROOTFS, "devshm-checkpoint.tar")
-_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # gzip, zstd; no engine writes them there
 
 
 def in_folder(path: str, progress: Progress) -> VerifyResult:
@@ -188,7 +188,7 @@ def _explain_cut_off(name: str, content: Content) -> str:
     """
     size = content.left
     head = content.read(tarfile.BLOCKSIZE)
-    if not head or head.startswith(_COMPRESSED):
+    if not head or not begins_like_a_tar(head):  # compressed, by an engine that is not known
         return ""
     try:
         with tarfile.open(fileobj=cast("IO[bytes]", _Rest(head, content)), mode="r|", bufsize=_PIECE) as tar:

@@ -73,6 +73,7 @@ OTHERS = {
         "report",
     ): "the caller's log; follows no link and waits for no FIFO",
     ("runtime_shim/records/manifest_json.py", "_validator"): "the schema, in this package",
+    ("gpusnap/operations/verify_files.py", "_explain_cut_off"): "a tar in an archive that is open",
     ("oci/layout/archive.py", "_new_file"): "memory, which is nobody else's",
     ("oci/registry/credentials.py", "_open_memory"): "memory, which is nobody else's",
     (
