@@ -17,8 +17,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass, field
@@ -175,14 +177,16 @@ def _mend(mount: dict[str, Any]) -> None:
 
 
 def _move_notify_folder(mount: dict[str, Any], bundle: str) -> None:
-    """Take the folder of this container's own notify socket: Podman names that of the checkpointed one.
+    """Take the directory of this container's own notify socket: Podman names that of the checkpointed one.
 
     They differ if the container has another ID (libpod, mountNotifySocket; conmon, setup_notify_socket).
     """
     own, source = os.path.join(bundle, "notify"), str(mount.get("source"))
     theirs = mount.get("destination") == "/run/notify" and source.endswith("/userdata/notify")
-    if theirs and os.path.isdir(own) and not os.path.islink(own):
-        mount["source"] = own
+    if theirs:
+        with raise_as(ContainerError, f"{own} cannot be read"), suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(own).st_mode):
+                mount["source"] = own
 
 
 def _drop_our_hooks(config: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 from gpusnap.oci.base.dataclass import replace
-from gpusnap.runtime_shim.base.errors import ImageError, reason
+from gpusnap.oci.base.files import is_folder
+from gpusnap.runtime_shim.base.errors import ImageError, raise_as, reason
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.gpu.api.driver import Host
 from gpusnap.runtime_shim.gpu.cdi import folders as cdi
@@ -151,8 +152,11 @@ def _is_in_store(job: RestoreJob) -> bool:
     """Return whether the memory is in a store, as that of a checkpoint that came there as an archive."""
     if job.record.pages == StoreDestination.kind:
         return True
+    if job.record.pages != ImageDestination.kind or STORE not in os.environ:
+        return False
     beside = os.path.join(job.images, FOLDER, "blobs")
-    return job.record.pages == ImageDestination.kind and STORE in os.environ and not os.path.isdir(beside)
+    with raise_as(ImageError, f"{beside} cannot be read"):
+        return not is_folder(beside)
 
 
 def _rebuild(job: RestoreJob, blob_source: BlobSource, folder: str) -> ImageRebuild:

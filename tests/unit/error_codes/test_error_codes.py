@@ -57,6 +57,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-218": "not-left-stopped",
     "GPS-219": "shared-gpus",
     "GPS-220": "removed-by-service",
+    "GPS-224": "started-anew-by-systemd",
     "GPS-225": "does-not-stop",
     "GPS-226": "traced",
     "GPS-227": "vfork",
