@@ -6,14 +6,16 @@ process may have this PID, or none. Podman replaces the paths only for --pod (li
 container_internal_common.go, restore), so a restore in place would fail in CRIU ("Can't access join-ns
 file"), or give the container the namespaces of a stranger.
 
-The infra container is named by an annotation. After an import with --pod, that names the pod instead (podman,
-pkg/specgen/generate/container.go and pkg/checkpoint/checkpoint_restore.go). A pod is in the cgroups of its
-containers, and its infra container is the one that has no such annotation.
+A process that has run since before the checkpoint had its PID then, too, so such a path is still right. Any
+other has to be one of the infra container's, which an annotation names. After an import with --pod, it names
+the pod instead (podman, pkg/specgen/generate/container.go, pkg/checkpoint/checkpoint_restore.go). Then the
+infra container is the one in the pod's cgroup that has no such annotation.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,15 +31,23 @@ _PATH = compile_later(r"/proc/(\d+)/ns/(\w+)")
 # Podman mounts it there from the container's directory in its --runroot, where it has the PID files, too.
 _AT = "/run/.containerenv"
 _PID_FILE = "pidfile"
+_TICKS = os.sysconf("SC_CLK_TCK")
+# Seconds by which the clock may have been set since; a process of a later time is looked at more closely.
+_SKEW = 60.0
 _SHORT = 12  # characters of an ID, as Podman prints it
 
 
-def find_namespaces(config: Mapping[str, Any], bundle: str, container: str) -> dict[str, str]:
+def find_namespaces(
+    config: Mapping[str, Any], bundle: str, container: str, *, checkpointed: float
+) -> dict[str, str]:
     """Return the right paths for linux.namespaces of a config.json, by the paths in it that are not right.
 
-    Raises Refused if the infra container does not run, or is not known and may be another one.
+    checkpointed: when the container was checkpointed, as time.time(). Raises Refused if the infra container
+    does not run, or is not known and may be another one.
     """
-    paths = {path: match for path in _list_paths(config) if (match := _PATH.fullmatch(path))}
+    found = {path: match for path in _list_paths(config) if (match := _PATH.fullmatch(path))}
+    latest = checkpointed - _SKEW
+    paths = {path: match for path, match in found.items() if not _is_older(int(match[1]), latest)}
     sandbox = _find_sandbox(config)
     if not paths or not sandbox or not is_of_podman(config):
         return {}
@@ -114,6 +124,13 @@ def _read_pid(folder: str) -> int:
     except OSError as error:
         raise ContainerError(f"{folder}/{_PID_FILE} cannot be read: {error.strerror}") from error
     return int(text) if text.isdecimal() else 0
+
+
+def _is_older(pid: int, moment: float) -> bool:
+    """Whether a process runs that began before a moment."""
+    ticks = proc.start_time(pid)
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return ticks > 0 and proc.is_running(pid) and boot + ticks / _TICKS < moment
 
 
 def _is_in(pid: int, name: str) -> bool:

@@ -11,6 +11,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Collection
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,9 @@ def plan(job: RestoreJob, config: dict[str, Any]) -> None:
     """Choose the GPUs and prepare what the runtime will read. The container does not exist yet."""
     replaced: dict[str, bytes] = {}
     folder = str(job.call.bundle_dir())
-    namespaces = pod.find_namespaces(config, folder, job.call.container_id)
+    namespaces = pod.find_namespaces(
+        config, folder, job.call.container_id, checkpointed=_find_time(job.record.created)
+    )
     reading = _start_reading(job)
     if job.driver is not None:
         job.driver.open()
@@ -96,6 +99,14 @@ def plan(job: RestoreJob, config: dict[str, Any]) -> None:
     noted = partial(_record_config_change, job)
     undo = bundle.prepare(folder, config, edits, noted=noted)
     job.transaction.undo("restoring config.json", undo)
+
+
+def _find_time(created: str) -> float:
+    """Return the time of a checkpoint, as time.time(); 0 if its manifest has none."""
+    try:
+        return datetime.fromisoformat(created).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _begin_bulk_copy(job: RestoreJob, config: dict[str, Any]) -> bulk_copy.BulkCopy | None:

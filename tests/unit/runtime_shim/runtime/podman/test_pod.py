@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     monkeypatch.setattr(proc, "is_running", groups.__contains__)
     monkeypatch.setattr(proc, "cgroups", lambda pid: {"": groups[pid]})
     monkeypatch.setattr(proc, "parent", lambda pid: 1)
+    monkeypatch.setattr(proc, "start_time", lambda pid: 1)
     monkeypatch.setattr(proc, "command", lambda pid: ("/sbin/init",))
     return groups
 
@@ -74,8 +76,9 @@ class Podman:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "pidfile").write_text(text)
 
-    def find(self) -> dict[str, str]:
-        return pod.find_namespaces(self.config, str(self.storage / MEMBER / "userdata"), "w")
+    def find(self, bundle: Path | None = None, *, checkpointed: float = 0.0) -> dict[str, str]:
+        folder = str(bundle or self.storage / MEMBER / "userdata")
+        return pod.find_namespaces(self.config, folder, "w", checkpointed=checkpointed)
 
 
 RIGHT = {f"/proc/{OLD}/ns/{kind}": f"/proc/{NEW}/ns/{kind}" for kind in ("ipc", "uts")}
@@ -94,7 +97,22 @@ def test_storage_behind_a_link(tmp_path: Path) -> None:
     """The runtime may be given the bundle by another path."""
     podman = Podman(tmp_path)
     (tmp_path / "link").symlink_to(podman.storage / MEMBER)
-    assert pod.find_namespaces(podman.config, str(tmp_path / "link/userdata"), "w") == RIGHT
+    assert podman.find(tmp_path / "link/userdata") == RIGHT
+
+
+def test_it_has_run_since_the_checkpoint(
+    tmp_path: Path, processes: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not the infra container's: the container has joined a namespace of a third one."""
+    processes[OLD] = processes[STRANGER]
+    ticks = os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(proc, "start_time", {OLD: ticks * 1000}.get)
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    podman = Podman(tmp_path)
+    assert podman.find(checkpointed=boot + 1100) == {}
+    assert podman.find(checkpointed=boot + 900) == RIGHT
+    del processes[OLD]
+    assert podman.find(checkpointed=boot + 1100) == RIGHT
 
 
 def test_the_same_process(tmp_path: Path) -> None:
