@@ -208,7 +208,8 @@ class _Together:
         with self._changed:
             self._unlocking.discard(pid)
             if not self._unlocking:
-                self._again_at = time.monotonic() + self._run
+                level = bool(self._locked) and not self._is_one_stuck()
+                self._again_at = time.monotonic() + (0.0 if level else self._run)
                 self._changed.notify_all()
             while self._may_try_again():
                 left = self._again_at - time.monotonic() if not self._unlocking else _LOOK
@@ -235,6 +236,9 @@ class _Together:
         with self._changed:
             self._locked.add(pid)
             self._moved = time.monotonic()
+            if not self._is_one_stuck():  # the others have run for long enough
+                self._again_at = self._moved
+                self._changed.notify_all()
             if len(self._locked) == len(self._pids):
                 self._whole = True
                 self._changed.notify_all()
@@ -249,6 +253,10 @@ class _Together:
             self._locked.discard(pid)
             self._away.add(pid)
             return self._whole
+
+    def _is_one_stuck(self) -> bool:
+        """Whether the driver is asked to lock a process that is not locked yet."""
+        return len(self._locked) + len(self._away) < len(self._pids)
 
     def _begin_round(self, now: float) -> None:
         """Make all locked processes be unlocked."""

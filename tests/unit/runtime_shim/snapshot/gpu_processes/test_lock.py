@@ -17,6 +17,7 @@ from gpusnap.runtime_shim.base.transaction import hold_signals, make_interruptib
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import LockTimeout, NotSupported
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.gpu_processes import lock as locking
 from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
 from gpusnap.runtime_shim.stopping.stop import stop
 
@@ -96,6 +97,19 @@ def test_one_that_waits_for_another(family: Family, driver: Ranks) -> None:
     assert waiting not in driver.of("unlock")[: driver.of("unlock").index(free)]
     assert len(told) == 1
     assert told[0].startswith("the processes wait for each other's GPU work: locked in ")
+
+
+def test_the_moment_ends_with_what_it_is_for(
+    family: Family, driver: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that ran on would begin what the other cannot: it is locked as soon as the others are."""
+    for name in ("_LEAST", "_MOST"):
+        monkeypatch.setattr(locking, name, 10 * PATIENCE)
+    waiting, free = driver.use(family.spawn()), driver.use(family.spawn())
+    driver.busy[waiting] = driver.waits_for(free)
+    lock(driver, [waiting, free], timeout=10)
+    assert driver.all_in(LOCKED)
+    assert driver.of("lock").count(free) == 2
 
 
 def test_only_some_wait(family: Family, driver: Ranks) -> None:
