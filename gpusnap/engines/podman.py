@@ -587,8 +587,8 @@ def check(found: Container, *, asleep: bool = False, instead: str = "") -> None:
             code="GPS-202",
         )
     # For a checkpoint, Podman must regard a suspended container as running for a moment, and a check that
-    # fails then counts. The runtime can refuse a kill, but of a stop Podman notes the
-    # beginning first, and would not checkpoint the container any more.
+    # fails then counts. The runtime can refuse a kill; but Podman notes the beginning of a stop first, and
+    # would not checkpoint the container any more.
     if asleep and found.on_failure in ("restart", "stop"):
         raise ContainerError(
             f"the container {found.name} is suspended, so its health check fails during a checkpoint, and "

@@ -39,6 +39,7 @@ from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime.criu.images import check as criu_images
 from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
+from gpusnap.runtime_shim.runtime.podman import dev_shm
 
 _PIECE = 1 << 20
 _FOLDER = f"checkpoint/{manifest.FOLDER}/"
@@ -48,7 +49,7 @@ _INDEX = _FOLDER + manifest.INDEX
 _IMAGES = "CRIU's images"
 _RECORDS = "Podman's records"
 _FILES = "the container's files"
-_TARS = (ROOTFS, "devshm-checkpoint.tar")
+_TARS = (ROOTFS, dev_shm.LINK[0])
 
 
 def in_folder(path: str, progress: Progress) -> VerifyResult:

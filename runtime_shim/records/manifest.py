@@ -146,6 +146,16 @@ class HostRecord:
     runtime_version: str
 
 
+def parse_time(created: str) -> float:
+    """Return a time of RFC 3339 as time.time() has it; 0 if it is none."""
+    from datetime import datetime  # a millisecond, and most who import this module do not need it
+
+    try:
+        return datetime.fromisoformat(created).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The content of a checkpoint's manifest."""

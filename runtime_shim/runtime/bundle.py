@@ -28,6 +28,7 @@ from gpusnap.runtime_shim.base.errors import ContainerError, raise_as
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.runtime import loopback
+from gpusnap.runtime_shim.runtime.container import bundle_namespaces
 
 _Number = tuple[int, int]
 _OUR_HOOK = "gpusnap-hook"
@@ -219,8 +220,7 @@ def _add_hook(config: dict[str, Any], hook: dict[str, Any]) -> None:
 
 
 def _change_namespaces(config: dict[str, Any], paths: Mapping[str, str]) -> None:
-    linux = config.get("linux")
-    for each in (linux.get("namespaces") if paths and isinstance(linux, dict) else None) or ():
+    for each in bundle_namespaces(config):
         if each.get("path") in paths:
             each["path"] = paths[each["path"]]
 

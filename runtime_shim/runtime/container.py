@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
@@ -280,6 +280,13 @@ def bundle_config(bundle: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ContainerError(f"{path} is not an OCI configuration", code="GPS-231")
     return config
+
+
+def bundle_namespaces(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return linux.namespaces of a configuration, without invalid entries."""
+    linux = config.get("linux")
+    found = linux.get("namespaces") if isinstance(linux, dict) else None
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def bundle_annotations(config: dict[str, Any]) -> dict[str, str]:

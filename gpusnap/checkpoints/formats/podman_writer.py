@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from datetime import datetime
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -111,7 +110,7 @@ class ArchiveWriter:
         self._whole, self._blobs, self._writer = whole, blobs, writer
         # Each thread has a blob in memory, and a single thread writes them.
         self._threads, self._report = min(threads, _MOST_THREADS), report
-        self._time = _seconds(whole.annotations.get(CREATED, ""))
+        self._time = max(int(manifest.parse_time(whole.annotations.get(CREATED, ""))), 0)
 
     def records(self, layer: Descriptor, images: Iterable[manifest.FileRecord] = ()) -> None:
         """Write the engine's own entries, the two configurations first: readers of these can stop there.
@@ -270,11 +269,3 @@ def _work_ahead(items: Iterable[T], work: Callable[[T], U], threads: int) -> Gen
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _seconds(created: str) -> int:
-    """Return a time of RFC 3339 in seconds; 0 if it is none."""
-    try:
-        return max(int(datetime.fromisoformat(created).timestamp()), 0)
-    except (ValueError, OverflowError):
-        return 0

@@ -21,6 +21,7 @@ from gpusnap.doctor.base.sources import program
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import asdict
 from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.schedule import schedules
 from gpusnap.schedule.schedules import Schedule
 
@@ -151,7 +152,7 @@ def _find_name(container: str) -> tuple[str, str]:
     try:
         found = podman.inspect_container(container)
         name = found.name
-        podman.check(found, asleep=True)
+        podman.check(found, asleep=suspensions.find_by_container(found.id) is not None)
     except NotFound:
         return name, f"there is currently no container {container}"
     except GpusnapError as error:

@@ -106,6 +106,7 @@ def _list_checks(
     return (
         _Asked("container", "", lambda: preflight.refuse_options(call, container)),
         _Asked("other containers", "", lambda: preflight.refuse_adopted(container)),
+        _Asked("standard streams", "", lambda: preflight.refuse_files_of_host(container.pid)),
         _Asked(
             "other containers",
             "no process of another container would be killed with this one",

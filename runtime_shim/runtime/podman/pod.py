@@ -23,7 +23,7 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.base.errors import ContainerError, Refused, raise_as
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.bundle import binds
-from gpusnap.runtime_shim.runtime.container import bundle_config
+from gpusnap.runtime_shim.runtime.container import bundle_config, bundle_namespaces
 from gpusnap.runtime_shim.runtime.podman.dev_shm import is_of_podman
 
 _SANDBOX = "io.kubernetes.cri-o.SandboxID"
@@ -45,7 +45,8 @@ def find_namespaces(
     checkpointed: when the container was checkpointed, as time.time(). Raises Refused if the infra container
     does not run, or is not known and may be another one.
     """
-    found = {path: match for path in _list_paths(config) if (match := _PATH.fullmatch(path))}
+    every = (str(each.get("path")) for each in bundle_namespaces(config))
+    found = {path: match for path in every if (match := _PATH.fullmatch(path))}
     latest = checkpointed - _SKEW
     paths = {path: match for path, match in found.items() if not _is_older(int(match[1]), latest)}
     sandbox = _find_sandbox(config)
@@ -71,13 +72,6 @@ def find_namespaces(
         )
     right = {path: f"/proc/{pid}/ns/{match[2]}" for path, match in paths.items()}
     return {path: new for path, new in right.items() if new != path}
-
-
-def _list_paths(config: Mapping[str, Any]) -> list[str]:
-    linux = config.get("linux")
-    found = linux.get("namespaces") if isinstance(linux, dict) else None
-    each = found if isinstance(found, list) else []
-    return [str(namespace.get("path")) for namespace in each if isinstance(namespace, dict)]
 
 
 def _find_sandbox(config: Mapping[str, Any]) -> str:

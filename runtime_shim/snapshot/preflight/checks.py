@@ -37,7 +37,7 @@ _Found = TypeVar("_Found")
 # before the driver calls it a CUDA process, and what podman exec starts joins one namespace after another.
 _STARTING = 1.0
 _RING = "anon_inode:[io_uring]"
-_STANDARD = {"0": "the standard input", "1": "the standard output", "2": "the standard error"}
+_STANDARD = {0: "the standard input", 1: "the standard output", 2: "the standard error"}
 # The runtime's /dev/null, terminals, which CRIU knows by other means, and memory.
 _NOT_OF_MOUNT = ("/dev/", "/memfd:")
 # In the path of a bundle of containerd's, whatever its state directory is (core/runtime/v2/bundle.go).
@@ -292,14 +292,17 @@ def refuse_files_of_host(init: int) -> None:
     mount"). /dev/null is an exception. Only the kernel's own files are read: the file's disk may not answer.
     """
     mounts = {line.split(" ")[0] for line in proc.lines(f"/proc/{init}/mountinfo")}
-    for link, target in proc.open_files(init):
-        number = link.rpartition("/")[2]
-        if number not in _STANDARD or not target.startswith("/") or target.startswith(_NOT_OF_MOUNT):
+    for number, name in _STANDARD.items():
+        try:
+            target = os.readlink(f"/proc/{init}/fd/{number}")
+        except OSError:
+            continue  # it is closed, or the process has ended
+        if not target.startswith("/") or target.startswith(_NOT_OF_MOUNT):
             continue
         fields = dict(line.partition(":")[::2] for line in proc.lines(f"/proc/{init}/fdinfo/{number}"))
         if mounts and (mount := fields.get("mnt_id", "").strip()) and mount not in mounts:
             raise Refused(
-                f"{_STANDARD[number]} of process {init} ({proc.comm(init)}) is {target}, a file of the host, "
+                f"{name} of process {init} ({proc.comm(init)}) is {target}, a file of the host, "
                 "which CRIU cannot dump",
                 hint="run the container with its output in a log or a pipe: podman run with another "
                 "--log-driver than passthrough",

@@ -11,7 +11,6 @@ import os
 import stat
 import tempfile
 from collections.abc import Collection
-from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Host
 from gpusnap.runtime_shim.gpu.cdi import folders as cdi
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import DriverFiles, find_files
 from gpusnap.runtime_shim.process.memory import tmpfs
-from gpusnap.runtime_shim.records.manifest import FOLDER
+from gpusnap.runtime_shim.records.manifest import FOLDER, parse_time
 from gpusnap.runtime_shim.runtime import bundle, loopback
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
@@ -58,7 +57,7 @@ def plan(job: RestoreJob, config: dict[str, Any]) -> None:
     replaced: dict[str, bytes] = {}
     folder = str(job.call.bundle_dir())
     namespaces = pod.find_namespaces(
-        config, folder, job.call.container_id, checkpointed=_find_time(job.record.created)
+        config, folder, job.call.container_id, checkpointed=parse_time(job.record.created)
     )
     reading = _start_reading(job)
     if job.driver is not None:
@@ -99,14 +98,6 @@ def plan(job: RestoreJob, config: dict[str, Any]) -> None:
     noted = partial(_record_config_change, job)
     undo = bundle.prepare(folder, config, edits, noted=noted)
     job.transaction.undo("restoring config.json", undo)
-
-
-def _find_time(created: str) -> float:
-    """Return the time of a checkpoint, as time.time(); 0 if its manifest has none."""
-    try:
-        return datetime.fromisoformat(created).timestamp()
-    except (ValueError, OverflowError):
-        return 0.0
 
 
 def _begin_bulk_copy(job: RestoreJob, config: dict[str, Any]) -> bulk_copy.BulkCopy | None:

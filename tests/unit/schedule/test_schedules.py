@@ -394,6 +394,14 @@ def test_a_container_that_cannot_be_checkpointed(host: FakePodman, units: Path, 
     assert err.startswith("note: the container w uses the runtime crun, which does not support GPUs; ")
 
 
+def test_a_container_with_a_health_check(host: FakePodman, units: Path, gpusnap: Run) -> None:
+    """It runs: what holds for a suspended one is not said of it."""
+    host.has(Config={"HealthcheckOnFailureAction": "restart"})
+    code, _, err = gpusnap("schedule", "w", "--every", "1h")
+    assert code == 0
+    assert "suspended" not in err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
